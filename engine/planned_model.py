@@ -155,7 +155,7 @@ class _Room:
 
 def _what_would_fit(sizing: Sizing, num_ranks: int, room: _Room) -> str:
     """The flag with the fewest ranks of which each has enough room; empty where none has."""
-    if sizing.quantization is not None or link_of(sizing.machine.name) is None:
+    if link_of(sizing.machine.name) is None:
         return ""
     for size in MACHINE_SIZES:
         if size <= num_ranks:

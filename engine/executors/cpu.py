@@ -153,12 +153,10 @@ class CpuExecutor:
         log_text_only(config, model)
         log_widening(model, self._dtype, kept)
         # Before the weights are read, so that a model that does not fit is reported at once.
-        plan = quantization_plan(config.quantization, model, self._dtype)
+        plan = quantization_plan(config.quantization, model, self._dtype, stage=stage)
         num_weight_bytes = weight_bytes(
-            model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan
+            model, config.load_format, model_dir, self._dtype, kept=kept, plan=plan, stage=stage
         )
-        if stage is not None:
-            num_weight_bytes -= stage.num_absent_weights * self._dtype.itemsize
         longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
         layout = of_all_layers.kv_layout(longest)
         if stage is None:
@@ -194,7 +192,9 @@ class CpuExecutor:
         quantized = None
         if plan is not None:
             with torch.inference_mode():
-                quantized = quantize(config, model_dir, plan, phases, num_threads)
+                quantized = quantize(
+                    config, model_dir, plan, phases, num_threads, shard=shard, stage=stage
+                )
         what = reading(num_weight_bytes, self._dtype)
         with phases.timed("weights", what, total=num_weight_bytes), torch.inference_mode():
             # The threads that read are Python's; each of torch's calls inside them uses one.

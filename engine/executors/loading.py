@@ -32,6 +32,7 @@ from penstock.engine.models.quantization.at_load.plan import Plan
 from penstock.engine.models.quantization.at_load.quantize import Quantized
 from penstock.engine.models.quantization.parse import quantization_name
 from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.models.tensor_files import is_finite
 from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
@@ -131,7 +132,7 @@ def weight_source(
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
     layers, where they are not as the checkpoint has them. make_linear: see `Widened`. shard: the
-    part that is read, of plain weights alone."""
+    part that is read, of safetensors alone."""
     source: Checkpoint | GgufWeights | RandomWeights
     if load_format is LoadFormat.DUMMY:
         source = RandomWeights(empty, model.quantization, shard)
@@ -198,13 +199,16 @@ def weight_bytes(
     *,
     kept: Kept,
     plan: Plan | None = None,
+    stage: Stage | None = None,
 ) -> int:
-    """What `weight_source` will read takes in memory. plan: of --quantization."""
+    """What `weight_source` will read takes in memory. plan: of --quantization. stage: whose model
+    and plan these are."""
     if plan is not None:
         return plan.weight_bytes
     if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
-        return loaded_bytes(model_dir, dtype, kept.num_bytes)
-    return model.weight_bytes(dtype.itemsize, kept.num_bytes)
+        return loaded_bytes(model_dir, dtype, kept.num_bytes, stage)
+    num_bytes = model.weight_bytes(dtype.itemsize, kept.num_bytes)
+    return num_bytes - (stage.absent_bytes(dtype.itemsize, kept.num_bytes) if stage else 0)
 
 
 def most_adapter_bytes(

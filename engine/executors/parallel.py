@@ -110,20 +110,22 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
         raise InvalidConfig(
             f"{flag}: at most {MAX_RANKS} ranks are supported, and these are {layout.size}"
         )
-    if config.quantization is not None:
+    if config.quantization_report:
         raise InvalidConfig(
-            f"{flag} cannot be combined with --quantization {config.quantization} so far; leave "
-            "one of the two out"
+            f"{flag} cannot be combined with --quantization-report, as each rank rounds its own "
+            "part, and none could compute the whole model to compare; leave it out, or measure "
+            "with one rank"
         )
     if offload := offload_flag(config):
         raise InvalidConfig(
             f"{flag} cannot be combined with {offload} so far, as each rank would have to move its "
             "share of every block at the same step; leave one of the two out"
         )
-    if is_gguf(model_dir) and config.load_format is not LoadFormat.DUMMY:
+    is_read = config.load_format is not LoadFormat.DUMMY
+    if layout.tensor_size > 1 and is_gguf(model_dir) and is_read:
         raise InvalidConfig(
-            f"{flag}: a GGUF file cannot be split over ranks so far; use the model's safetensors, "
-            "or leave the flag out"
+            f"--tensor-parallel-size {layout.tensor_size}: the layers of a GGUF file cannot be "
+            "split over ranks so far; use the model's safetensors, or --pipeline-parallel-size"
         )
     model = ModelConfig.from_dir(model_dir)
     if layout.tensor_size > 1:

@@ -322,12 +322,12 @@ class ModelConfig:
     @property
     def weight_formats(self) -> frozenset[str]:
         """Of the linear layers that are quantized in the checkpoint."""
-        return frozenset(scheme.weight_format for _, scheme, _ in self._quantized())
+        return frozenset(scheme.weight_format for _, scheme, _ in self.quantized_layers())
 
     def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None, *, are_experts: bool) -> int:
         """How many fewer bytes the layers have that are quantized."""
         saved = 0
-        for name, scheme, (rows, columns) in self._quantized():
+        for name, scheme, (rows, columns) in self.quantized_layers():
             if (".experts." in name) is not are_experts:
                 continue
             held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
@@ -337,12 +337,13 @@ class ModelConfig:
 
     def has_widened(self, kept: KeptBytes) -> bool:
         """Whether any layer that is quantized becomes plain."""
-        return any(kept(scheme, *shape) is None for _, scheme, shape in self._quantized())
+        return any(kept(scheme, *shape) is None for _, scheme, shape in self.quantized_layers())
 
-    def _quantized(self) -> Iterator[tuple[str, Scheme, tuple[int, int]]]:
+    def quantized_layers(self) -> Iterator[tuple[str, Scheme, tuple[int, int]]]:
+        """The name, scheme and shape of each matrix that config.json says is quantized."""
         if self.quantization is not None:
             for name, shape in self._linears():
-                scheme = self.quantization.scheme_of(name)
+                scheme = self.quantization.scheme_of_part(name, shape)
                 if scheme is not None:
                     yield name, scheme, shape
 

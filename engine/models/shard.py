@@ -11,15 +11,17 @@ too narrow for what a third sum in each layer takes.
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
-import torch
 from torch import Tensor
 
 from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.cut import CannotCut, Cut, Span
 from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.experts import ExpertsConfig
+from penstock.engine.models.quantization.schemes import columns_of_scale
 from penstock.scheduler.errors import InvalidConfig
 
 # Of ModelConfig: the features that it knows how to split.
@@ -33,15 +35,9 @@ FEATURES = {
     *("layer_scalars", "per_layer_inputs", "logit_softcap"),
 }
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Of a dimension of `whole`, [begin, end); beyond `whole` are zeros."""
-
-    whole: int
-    begin: int
-    end: int
+# Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and
+# the fewest that a processor computes with their codes.
+_LEAST_COLUMNS = 8
 
 
 @dataclass(frozen=True)
@@ -60,12 +56,6 @@ class Shard:
             raise InvalidConfig(
                 f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be split over "
                 "ranks so far; use --tensor-parallel-size 1"
-            )
-        if model.quantization is not None:
-            raise InvalidConfig(
-                f"{flag}: the weights are quantized ({model.quantization.name}), and only float "
-                "weights can be split so far; use the float32, float16 or bfloat16 version of the "
-                "model, or --tensor-parallel-size 1"
             )
         counts = {"num_attention_heads": model.num_heads}
         has_mlps = model.experts is not None and model.experts.is_beside_mlp
@@ -86,21 +76,50 @@ class Shard:
             if count % size:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
-                    f"use {_possible(list(counts.values()), list(shared_heads.values()))}"
+                    f"use {self._possible(counts, shared_heads)}"
                 )
         for name, count in shared_heads.items():
             if count % size and size % count:
                 raise InvalidConfig(
                     f"{flag}: this model's {name} is {count}, which is neither a multiple of "
                     f"{size} nor a divisor; use "
-                    f"{_possible(list(counts.values()), list(shared_heads.values()))}"
+                    f"{self._possible(counts, shared_heads)}"
                 )
+        for columns, width in sorted(self._coded):
+            if not _keeps_groups(columns, width, size):
+                raise InvalidConfig(
+                    f"{flag}: a rank would have {columns // size} of the {columns} columns of a "
+                    f"matrix whose weights are quantized, {width} of them with one scale; those of "
+                    f"one scale must be divided into multiples of {_LEAST_COLUMNS}: use "
+                    f"{self._possible(counts, shared_heads)}"
+                )
+
+    @cached_property
+    def _coded(self) -> frozenset[tuple[int, int]]:
+        """Of quantized matrices whose columns are divided: how many, and how many share a scale."""
+        return frozenset(
+            (columns, columns_of_scale(scheme) or columns)
+            for name, scheme, (_, columns) in self.model.quantized_layers()
+            if self.cut(name).columns is not None
+        )
+
+    def _possible(self, counts: dict[str, int], shared_heads: dict[str, int]) -> str:
+        """The numbers of ranks that divide each of counts, may divide or share heads, and keep what
+        shares a scale together."""
+        sizes = [
+            str(size)
+            for size in range(1, 17)
+            if not any(count % size for count in counts.values())
+            and not any(count % size and size % count for count in shared_heads.values())
+            and all(_keeps_groups(*each, size) for each in self._coded)
+        ]
+        return " or ".join(sizes)
 
     @cached_property
     def config(self) -> ModelConfig:
         """Of this rank's part. Its vocab_size is of all ranks the same, and all together may have a
         few ids more than there are."""
-        model, size = self.model, self.size
+        model, size, quantization = self.model, self.size, self.model.quantization
         experts: ExpertsConfig | None = None
         if model.experts is not None:
             intermediate_size = model.experts.intermediate_size // size
@@ -128,6 +147,7 @@ class Shard:
             intermediate_size=model.intermediate_size // size,
             experts=experts,
             delta_net=delta_net,
+            quantization=None if quantization is None else quantization.over_ranks(size),
         )
 
     @property
@@ -142,18 +162,11 @@ class Shard:
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the checkpoint: a view, so that no more is read, but for
         what has to be padded. Raises InvalidModel where config.json implies another size."""
-        rows, columns = self._rows(name), self._columns(name)
-        if rows is not None:
-            sizes = [part.whole for part in rows]
-            _check(name, tensor, 0, sum(sizes))
-            cut = [
-                _cut(each, part)
-                for each, part in zip(torch.split(tensor, sizes), rows, strict=True)
-            ]
-            return cut[0] if len(cut) == 1 else torch.cat(cut)
-        if columns is not None:
-            _check(name, tensor, 1, columns.whole)
-            return tensor[:, columns.begin : columns.end]
+        cut = self._cut(name)
+        try:
+            tensor = cut.columns_of(cut.rows_of(tensor))
+        except CannotCut as error:
+            raise InvalidModel(f"the tensor {name!r} {error}") from None
         if self.rank and self._is_added_once(name):
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
@@ -165,7 +178,14 @@ class Shard:
             return down, self.of(name, up)
         return (down, up) if self._columns(name) is None else (self.of(name, down), up)
 
-    def _rows(self, name: str) -> list[_Part] | None:
+    def cut(self, layer: str) -> Cut:
+        """This rank's part of a linear layer, whatever the tensors that it is stored in."""
+        return self._cut(f"{layer}.weight")
+
+    def _cut(self, name: str) -> Cut:
+        return Cut(self._rows(name), self._columns(name))
+
+    def _rows(self, name: str) -> tuple[Span, ...] | None:
         """The parts of a tensor's rows, of each of the tensors that are fused in it."""
         model = self.model
         layer, kind = _layer_and_kind(name)
@@ -174,35 +194,35 @@ class Shard:
         key = self._shared(num_heads, head_dim)
         mlp = self._even(self._intermediate_size(name))
         by_layer = {
-            "q_proj": [query],
-            "k_proj": [key],
-            "v_proj": [key],
-            "qkv_proj": [query, key, key],
-            "gate_proj": [mlp],
-            "up_proj": [mlp],
-            "gate_up_proj": [mlp, mlp],
-            "embed_tokens": [self._vocabulary],
-            "lm_head": [self._vocabulary],
+            "q_proj": (query,),
+            "k_proj": (key,),
+            "v_proj": (key,),
+            "qkv_proj": (query, key, key),
+            "gate_proj": (mlp,),
+            "up_proj": (mlp,),
+            "gate_up_proj": (mlp, mlp),
+            "embed_tokens": (self._vocabulary,),
+            "lm_head": (self._vocabulary,),
         }
         if model.whole_qk_norm:
-            by_layer |= {"q_norm": [query], "k_norm": [key]}
+            by_layer |= {"q_norm": (query,), "k_norm": (key,)}
         if (net := model.delta_net) is not None:
             keys = self._shared(net.num_key_heads, net.key_dim)
             values, heads = self._even(net.num_values), self._even(net.num_value_heads)
             by_layer |= {
-                "in_proj_qkv": [keys, keys, values],
-                "conv1d": [keys, keys, values],
-                "in_proj_z": [values],
-                "in_proj_b": [heads],
-                "in_proj_a": [heads],
+                "in_proj_qkv": (keys, keys, values),
+                "conv1d": (keys, keys, values),
+                "in_proj_z": (values,),
+                "in_proj_b": (heads,),
+                "in_proj_a": (heads,),
             }
             if kind in ("A_log", "dt_bias"):
-                return [heads]
+                return (heads,)
         if kind == "sinks":
-            return [self._even(model.num_heads)]
+            return (self._even(model.num_heads),)
         return by_layer.get(layer)
 
-    def _columns(self, name: str) -> _Part | None:
+    def _columns(self, name: str) -> Span | None:
         layer, kind = _layer_and_kind(name)
         if kind == "bias":
             return None
@@ -232,18 +252,18 @@ class Shard:
         return self.model.layer_shape(index).intermediate_size
 
     @property
-    def _vocabulary(self) -> _Part:
+    def _vocabulary(self) -> Span:
         first = self.first_id
-        return _Part(self.model.vocab_size, first, first + self.config.vocab_size)
+        return Span(self.model.vocab_size, first, first + self.config.vocab_size)
 
-    def _shared(self, count: int, dim: int) -> _Part:
+    def _shared(self, count: int, dim: int) -> Span:
         """Of so many heads of keys, of which several ranks have the same one if there are fewer."""
         first, own = self.rank * count // self.size, max(1, count // self.size)
-        return _Part(count * dim, first * dim, (first + own) * dim)
+        return Span(count * dim, first * dim, (first + own) * dim)
 
-    def _even(self, whole: int) -> _Part:
+    def _even(self, whole: int) -> Span:
         each = whole // self.size
-        return _Part(whole, self.rank * each, (self.rank + 1) * each)
+        return Span(whole, self.rank * each, (self.rank + 1) * each)
 
     @staticmethod
     def _is_added_once(name: str) -> bool:
@@ -252,15 +272,8 @@ class Shard:
         return kind == "bias" and layer in ("o_proj", "down_proj")
 
 
-def _possible(counts: list[int], kv_heads: list[int]) -> str:
-    """The numbers of ranks that divide each of counts, and may divide or share KV heads."""
-    sizes = [
-        str(size)
-        for size in range(1, 17)
-        if not any(count % size for count in counts)
-        and not any(count % size and size % count for count in kv_heads)
-    ]
-    return " or ".join(sizes)
+def _keeps_groups(columns: int, width: int, size: int) -> bool:
+    return columns % size == 0 and gcd(width, columns // size) % _LEAST_COLUMNS == 0
 
 
 def _index(name: str) -> int | None:
@@ -273,20 +286,3 @@ def _layer_and_kind(name: str) -> tuple[str, str]:
     """The last two parts: "q_proj" and "weight", say."""
     *_, layer, kind = name.rsplit(".", 2)
     return layer, kind
-
-
-def _check(name: str, tensor: Tensor, dim: int, whole: int) -> None:
-    shape = tuple(tensor.shape)
-    if len(shape) <= dim or shape[dim] != whole:
-        raise InvalidModel(
-            f"the tensor {name!r} has the shape {shape}, and config.json implies {whole} "
-            f"{'columns' if dim else 'rows'}"
-        )
-
-
-def _cut(tensor: Tensor, part: _Part) -> Tensor:
-    cut = tensor[part.begin : part.end]
-    missing = part.end - part.begin - len(cut)
-    if not missing:
-        return cut
-    return torch.cat((cut, cut.new_zeros(missing, *tensor.shape[1:])))

@@ -6,6 +6,7 @@ the next; of a model with per-layer inputs the embedded tokens as well, of which
 those of its own layers. Layers that read the keys and values of another are in its stage.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -17,11 +18,13 @@ from penstock.engine.memory.kv_layout import GroupPool, KVLayout
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.per_layer_inputs import PROJECTION, TABLE, PerLayerInputsConfig
+from penstock.engine.models.quantization.schemes import KeptBytes
 from penstock.engine.models.shard import FEATURES
 from penstock.engine.models.weights import WeightSource
 from penstock.scheduler.errors import InvalidConfig
 
 _LAYER = "model.layers."
+_PLAIN_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,6 @@ class Stage:
                 f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be cut into "
                 "stages so far; use --pipeline-parallel-size 1"
             )
-        if self.model.quantization is not None:
-            raise InvalidConfig(
-                f"{flag}: the weights are quantized ({self.model.quantization.name}), and only "
-                "float weights can be cut into stages so far; use the float32, float16 or "
-                "bfloat16 version of the model, or --pipeline-parallel-size 1"
-            )
         if self.num_stages > self.model.num_layers:
             raise InvalidConfig(
                 f"{flag}: this model has {self.model.num_layers} layers, and each stage needs one "
@@ -56,6 +53,12 @@ class Stage:
                 f"{flag}: the last {self.model.num_shared_kv_layers} of this model's layers read "
                 "the keys and values of layers before them, which must be in the same stage, so "
                 f"it has at most {most} stages; use --pipeline-parallel-size {most} or less"
+            )
+        quantization = self.model.quantization
+        if self.model.per_layer_inputs and quantization and quantization.scheme_of(PROJECTION):
+            raise InvalidConfig(
+                f"{flag}: {PROJECTION} is quantized, and a stage cannot read its own layers' rows "
+                "of it so far; use --pipeline-parallel-size 1, or weights where it is not"
             )
 
     @property
@@ -75,7 +78,7 @@ class Stage:
     def config(self) -> ModelConfig:
         """Of its layers alone, which count from 0."""
         model, of = self.model, slice(self.layers.start, self.layers.stop)
-        experts = model.experts
+        experts, quantization = model.experts, model.quantization
         if experts is not None:
             experts = replace(experts, layers=experts.layers[of])
         delta_net = model.delta_net
@@ -90,6 +93,7 @@ class Stage:
             num_shared_kv_layers=max(0, of.stop - max(of.start, first_shared)),
             experts=experts if experts is not None and experts.num_layers else None,
             delta_net=delta_net if delta_net is not None and delta_net.num_layers else None,
+            quantization=quantization and quantization.from_layer(self.layers.start),
         )
 
     def layout(self, of_model: KVLayout) -> KVLayout:
@@ -112,13 +116,15 @@ class Stage:
             for of_group in zip(*of_stages, strict=True)
         ]
 
-    @property
-    def num_absent_weights(self) -> int:
-        """Of those that `config` counts, elements that this stage does not have."""
+    def absent_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
+        """Of the weights that `config` counts, those that this stage does not have. dtype_bytes,
+        kept: as of `ModelConfig.weight_bytes`."""
         model = self.model
-        matrix = model.vocab_size * model.hidden_size
-        counted = matrix + model.hidden_size + (0 if model.tied_embeddings else matrix)
-        return counted - self.is_first * matrix - self.is_last * (matrix + model.hidden_size)
+        norm = model.hidden_size * dtype_bytes
+        embedding = model.vocab_size * norm
+        output = _output_bytes(model, dtype_bytes, kept)
+        counted = embedding + norm + (0 if model.tied_embeddings else output)
+        return counted - self.is_first * embedding - self.is_last * (output + norm)
 
     def of(self, weights: WeightSource) -> WeightSource:
         """The weights, of which its layers have the names that they have in `config`."""
@@ -139,13 +145,27 @@ def stage_starts(model: ModelConfig) -> list[int]:
 
 
 def layer_weights(model: ModelConfig) -> list[int]:
-    """What the time of a step is divided by: elements of each layer's matrices, and last those of
-    the output layer."""
+    """What the time of a step is divided by: bytes of each layer's matrices as they are stored, or
+    in 16 bits, and last those of the output layer."""
     of_layers = [
-        sum(rows * columns for rows, columns in model.linear_shapes(layer).values())
+        sum(rows * columns for rows, columns in model.linear_shapes(layer).values()) * _PLAIN_BYTES
         for layer in range(model.num_layers)
     ]
-    return [*of_layers, model.vocab_size * model.hidden_size]
+    for name, scheme, (rows, columns) in model.quantized_layers():
+        if name.startswith(_LAYER):
+            index = int(name.removeprefix(_LAYER).partition(".")[0])
+            of_layers[index] -= rows * columns * _PLAIN_BYTES - scheme.num_bytes(rows, columns)
+    return [*of_layers, _output_bytes(model, _PLAIN_BYTES)]
+
+
+def _output_bytes(model: ModelConfig, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
+    """Of the output layer."""
+    shape, scheme, held = (model.vocab_size, model.hidden_size), None, None
+    if model.quantization is not None and not model.tied_embeddings:
+        scheme = model.quantization.scheme_of_part("lm_head", shape)
+    if scheme is not None:
+        held = scheme.num_bytes(*shape) if kept is None else kept(scheme, *shape)
+    return math.prod(shape) * dtype_bytes if held is None else held
 
 
 def divided(
@@ -202,8 +222,6 @@ class _Renumbered:
         return slice(self._layers.start * inputs.size, self._layers.stop * inputs.size)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
-        # Of which the rows of some layers are not read apart: `Stage` refuses such models.
-        assert PROJECTION not in names or self._model.quantization is None, names
         return self._source.quantized(shape, bias, *map(self._name, names))
 
     def _name(self, name: str) -> str:

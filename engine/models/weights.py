@@ -14,11 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.engine.models.cut import Cut
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.linear import Linear, StoredLinear
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.made_up import made_up_layer
 from penstock.engine.models.quantization.readers.layer import read_layer
+from penstock.engine.models.quantization.schemes import divided
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
 
@@ -107,7 +109,9 @@ class Checkpoint:
         """See `WeightSource`."""
         if self._quantization is None:
             return None
-        return read_layer(self._files, self._quantization, shape, bias, names, self.read)
+        cut_of = self._shard.cut if self._shard is not None else _all
+        settings = self._files, self._quantization
+        return read_layer(*settings, shape, bias, names, self.read, cut_of)
 
     def _check_finite(self, name: str, part: Tensor) -> None:
         """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
@@ -155,10 +159,8 @@ class RandomWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
-        weight, name = self._empty(shape), names[0]
-        if self._shard is not None and self._shard.splits(name):
-            name = f"{name} of rank {self._shard.rank}"
-        return weight.normal_(std=_STD, generator=_generator(name, weight.device))
+        weight = self._empty(shape)
+        return weight.normal_(std=_STD, generator=self._generator(names[0], weight.device))
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         return self.read(shape, name)
@@ -172,9 +174,17 @@ class RandomWeights:
         scheme, *others = {self._quantization.scheme_of(name) for name in names}
         if scheme is None or others:
             return None
-        generator = _generator(names[0], torch.device("cpu"))
+        if self._shard is not None and self._shard.cut(names[0]).columns is not None:
+            scheme = divided(scheme, 0, shape[1])
+        generator = self._generator(f"{names[0]}.weight", torch.device("cpu"))
         return made_up_layer(scheme, shape, bias, _STD, generator)
 
+    def _generator(self, name: str, device: torch.device) -> torch.Generator:
+        """name: of a tensor."""
+        if self._shard is not None and self._shard.splits(name):
+            name = f"{name} of rank {self._shard.rank}"
+        return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
-def _generator(name: str, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+def _all(_: str) -> Cut:
+    return Cut()

@@ -19,16 +19,21 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig
+from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig, Quantization
 from penstock.engine.executor import Executor
+from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.ranks import (
     SHARED_DEVICE,
     CudaRanks,
     build_cuda_ranks,
     check_stages,
 )
+from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
@@ -37,6 +42,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 from tests.support.adapters import save_adapter
 from tests.support.parallel_answers import assert_close
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.rank_processes import is_running
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
@@ -72,6 +78,14 @@ IN_STAGES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
+}
+
+# Of 32 columns on each of two ranks.
+WHOLE_GROUPS: dict[str, Any] = {
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
 }
 
 
@@ -190,6 +204,44 @@ def test_ranks_answer_as_one_with_two_adapters_and_without(
     with started(config, True, tensor_size, num_stages) as ranks:
         for one, other in zip(expected, answers(ranks), strict=True):
             assert_close(one, other)
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+@pytest.mark.parametrize(
+    ("name", "tensor_size", "num_stages"), [("fp8-block", 2, 1), ("awq", 2, 1), ("awq", 1, 2)]
+)
+def test_ranks_answer_as_one_with_codes(
+    name: str, tensor_size: int, num_stages: int, shares_device: bool, tmp_path: Path
+) -> None:
+    model, codes = make_model("qwen3", **WHOLE_GROUPS), tmp_path / "codes"
+    plain = save(save_quantized(model, codes, FORMATS[name]), tmp_path / "plain")
+    config, asked = config_of(codes), requests(3)
+    expected = SteppedEngine(config_of(plain)).run(asked)
+    whole = ModelConfig.from_dir(codes)
+    model_of_rank = Shard(whole, 0, tensor_size).config
+    if num_stages > 1:
+        model_of_rank = Stage(model_of_rank, num_stages - 1, num_stages).config
+    with started(config, shares_device, tensor_size, num_stages) as ranks:
+        for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
+            assert_close(one, other)
+        held = ranks.info.weight_bytes
+    kept = OnGpu(torch.device("meta")).num_bytes
+    assert held == model_of_rank.step_weight_bytes(4, kept)
+
+
+@pytest.mark.parametrize("shares_device", PLACES)
+def test_ranks_round_their_own_weights(
+    shares_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = save(make_model("qwen3", **WHOLE_GROUPS), tmp_path / "model")
+    config, asked = config_of(path, quantization=Quantization.INT8), requests(3)
+    gpu = None if torch.cuda.is_available() else Interpreter()
+    expected = SteppedEngine(config, build_cuda_executor(config, path, gpu)).run(asked)
+    with started(config, shares_device, 2) as ranks:
+        for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
+            assert_close(one, other)
+    assert len(list((tmp_path / "cache" / "penstock" / "quantized").iterdir())) == 1 + 2
 
 
 @pytest.mark.parametrize("shares_device", PLACES)

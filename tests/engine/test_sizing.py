@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.config import LoraConfig
+from penstock.engine.config import LoraConfig, Quantization
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.planned_model import planned_model
@@ -235,6 +235,24 @@ def test_no_more_ranks_have_more_each_and_together_they_have_all(size: int) -> N
     assert whole.weight_bytes / size <= rank.weight_bytes < half.weight_bytes
     assert whole.token_bytes == size * rank.token_bytes
     assert rank.kv_tokens >= half.kv_tokens
+
+
+def test_a_rank_has_its_share_of_quantized_weights(tmp_path: Path) -> None:
+    """Of 70B on two H100: in FP8 as it is stored, and rounded at load."""
+    config = json.loads((LLAMA / "config.json").read_text())
+    shape = {"hidden_size": 8_192, "intermediate_size": 28_672, "num_hidden_layers": 80}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    of_fp8 = {"num_attention_heads": 64, "quantization_config": fp8} | shape
+    (tmp_path / "config.json").write_text(json.dumps(config | of_fp8))
+    stored = Sizing(ModelConfig.from_dir(tmp_path), H100)
+    rounded = Sizing(LLAMA_70B, H100, quantization=Quantization.INT8)
+    for whole in (stored, rounded):
+        rank = whole.of_rank(2)
+        norms = 161 * 8_192 * 2
+        assert 2 * rank.weight_bytes - whole.weight_bytes == norms
+        assert 2 * rank.step_weight_bytes - whole.step_weight_bytes == norms
+        info = planned_model(whole, SCHEDULER, tensor_parallel_size=2).info
+        assert info.weight_bytes == rank.step_weight_bytes
 
 
 def test_ranks_beyond_the_heads_of_keys_and_values_hold_them_again() -> None:

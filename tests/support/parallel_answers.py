@@ -68,10 +68,12 @@ def assert_ranks_answer_alike(
     *,
     num_tokens: int = 200,
     tolerance: float = TOLERANCE,
+    of_one: EngineConfig | None = None,
 ) -> RankThreads:
-    """Returns the ranks, closed."""
+    """Returns the ranks, closed. of_one: what one rank computes, if not the same."""
     asked = requests(num_tokens, ModelConfig.from_dir(Path(config.model)).vocab_size)
-    alone = SteppedEngine(config, CpuExecutor(config, Path(config.model)), _NUM_BLOCKS)
+    of_one = of_one or config
+    alone = SteppedEngine(of_one, CpuExecutor(of_one, Path(of_one.model)), _NUM_BLOCKS)
     expected = alone.run(asked)
     digested: list[Digested] = []
 

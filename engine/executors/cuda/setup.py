@@ -162,7 +162,9 @@ class _Setup:
         self._kept = kept_on_gpu(self._model, gpu.device)
         log_text_only(config, self._model)
         log_widening(self._model, self._dtype, self._kept)
-        self._plan = quantization_plan(config.quantization, self._model, self._dtype, OnGpu(_META))
+        self._plan = quantization_plan(
+            config.quantization, self._model, self._dtype, OnGpu(_META), self._stage
+        )
         self._quantized: Quantized | None = None
         self._quantization: QuantizationInfo | None = None
         self._weight_bytes = weight_bytes(
@@ -172,9 +174,8 @@ class _Setup:
             self._dtype,
             kept=self._kept,
             plan=self._plan,
+            stage=self._stage,
         ) + self._model.table_bytes(self._dtype.itemsize)
-        if self._stage is not None:
-            self._weight_bytes -= self._stage.num_absent_weights * self._dtype.itemsize
         self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
         self._kv_dtype = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._max_len = resolve_max_model_len(config.max_model_len, self._model.max_model_len)
@@ -305,6 +306,8 @@ class _Setup:
             num_threads,
             self._gpu.device,
             self._kept,
+            self._shard,
+            self._stage,
         )
 
     def _load(self) -> LlamaModel:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def takes(weight: CodedWeight, dtype: torch.dtype) -> bool:
     """Whether `scaled_linear` computes it; dtype: of x."""
-    is_fp8 = weight.bits == 8 and weight.codes.dtype is torch.uint8
+    is_fp8 = weight.bits == 8 and weight.codes.dtype is torch.uint8  # so are codes of 4 bits
     has_scale_by_row = is_fp8 and len(weight.scales) == 1
     is_aligned = not (weight.codes.shape[0] % _ALIGNED or weight.codes.shape[1] % _ALIGNED)
     if not (has_scale_by_row and is_aligned and dtype is torch.bfloat16):

@@ -25,6 +25,7 @@ from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, gguf_n
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.quantization.schemes import KeptBytes
+from penstock.engine.models.stage import Stage
 from penstock.engine.models.weights import Empty
 
 logger = logging.getLogger(__name__)
@@ -183,9 +184,28 @@ class _Stored:
         return pairs.transpose(1, 2).reshape(raw.shape)
 
 
-def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes) -> int:
-    """What the weights take when they are read."""
-    return sum(_loaded_bytes(open_gguf(path), dtype, kept).values())
+def loaded_bytes(
+    path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage | None = None
+) -> int:
+    """What the weights take when they are read, or those of a stage."""
+    gguf = open_gguf(path)
+    sizes = _loaded_bytes(gguf, dtype, kept)
+    if stage is None:
+        return sum(sizes.values())
+    embedding = 0
+    if stage.is_last and OUTPUT not in gguf.tensors:
+        embedding = sizes[EMBEDDING]
+    elif stage.is_first:
+        embedding = gguf.tensors[EMBEDDING].num_elements * dtype.itemsize
+    own = (size for name, size in sizes.items() if name != EMBEDDING and _is_in(stage, name))
+    return embedding + sum(own)
+
+
+def _is_in(stage: Stage, name: str) -> bool:
+    """Whether a stage has this tensor, which is not the embedding."""
+    if not name.startswith("blk."):
+        return stage.is_last
+    return int(name.split(".")[1]) in stage.layers
 
 
 def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> dict[str, int]:

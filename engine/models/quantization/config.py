@@ -4,11 +4,15 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
-from penstock.engine.models.quantization.schemes import Scheme
+from penstock.engine.models.quantization.schemes import Scheme, divided
 
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"
+# Of which ranks have some of the columns; of all others, some of the rows.
+_BY_COLUMNS = (".o_proj", ".down_proj")
+_LAYER = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,8 @@ class LayerGroup:
 class QuantizationConfig:
     """name: of the format, for people. groups: a layer belongs to the first that names it, or else
     to the first that names its class. ignored: layers that are plain, as in `LayerGroup`.
-    has_kv_scales: whether the checkpoint is meant for a quantized KV cache.
+    has_kv_scales: whether the checkpoint is meant for a quantized KV cache. first_layer, num_ranks:
+    of the part of the model that `scheme_of_part` is about.
 
     Names are those of the checkpoint, such as "model.layers.0.self_attn.q_proj".
     """
@@ -33,6 +38,16 @@ class QuantizationConfig:
     groups: tuple[LayerGroup, ...]
     ignored: tuple[str, ...] = ()
     has_kv_scales: bool = False
+    first_layer: int = 0
+    num_ranks: int = 1
+
+    def from_layer(self, first: int) -> "QuantizationConfig":
+        """Of a stage that begins with this layer."""
+        return replace(self, first_layer=first)
+
+    def over_ranks(self, num_ranks: int) -> "QuantizationConfig":
+        """Of one of the ranks that have a part of every layer each."""
+        return replace(self, num_ranks=num_ranks)
 
     def renamed(self, rename: Callable[[str], str]) -> "QuantizationConfig":
         """With other names of layers; patterns are renamed as names are."""
@@ -41,9 +56,23 @@ class QuantizationConfig:
 
     def scheme_of(self, layer: str) -> Scheme | None:
         """None where config.json says that it is plain."""
-        if any(_names(target, layer) or target == LINEAR for target in self.ignored):
+        if LINEAR in self.ignored or _name(self.ignored, layer):
             return None
         return self.scheme_if_quantized(layer)
+
+    def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> Scheme | None:
+        """Of what a stage or a rank has of a layer. layer: counted from the first of the stage.
+        shape: (out_features, in_features) of the part."""
+        if layer.startswith(_LAYER):
+            index, _, rest = layer.removeprefix(_LAYER).partition(".")
+            layer = f"{_LAYER}{int(index) + self.first_layer}.{rest}"
+        scheme = self.scheme_of(layer)
+        if scheme is None or self.num_ranks == 1:
+            return scheme
+        rows, columns = shape
+        return (
+            divided(scheme, 0, columns) if layer.endswith(_BY_COLUMNS) else divided(scheme, rows, 0)
+        )
 
     def scheme_if_quantized(self, layer: str) -> Scheme | None:
         """Of a layer whose tensors show that it is quantized, whether it is ignored or not.
@@ -51,7 +80,7 @@ class QuantizationConfig:
         None where no group has it.
         """
         for group in self.groups:
-            if any(_names(target, layer) for target in group.targets):
+            if _name(group.targets, layer):
                 return group.scheme
         for group in self.groups:
             if LINEAR in group.targets:
@@ -63,11 +92,28 @@ def regular_expressions(patterns: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"re:{pattern}" for pattern in patterns)
 
 
-def _names(target: str, layer: str) -> bool:
-    """Whether a target means this layer by its name: in full, in part ("mlp", "lm_head"), with
+def _name(targets: tuple[str, ...], layer: str) -> bool:
+    """Whether any target means this layer by its name: in full, in part ("mlp", "lm_head"), with
     wildcards ("model.layers.0.*") or by a regular expression, which must match its beginning."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
-    if any(wildcard in target for wildcard in "*?["):
-        return fnmatchcase(layer, target)
-    return f".{target}." in f".{layer}."
+    names, patterns = _by_kind(targets)
+    parts = layer.split(".")
+    ends = range(1, len(parts) + 1)
+    # Looked up, as a mixture has tens of thousands of layers, and checkpoints hundreds of names.
+    if names and any(".".join(parts[i:end]) in names for end in ends for i in range(end)):
+        return True
+    return any(_matches(pattern, layer) for pattern in patterns)
+
+
+@lru_cache
+def _by_kind(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names, and patterns of them."""
+    patterns = tuple(
+        target for target in targets if target.startswith("re:") or any(c in target for c in "*?[")
+    )
+    return frozenset(targets) - frozenset(patterns), patterns
+
+
+def _matches(pattern: str, layer: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), layer) is not None
+    return fnmatchcase(layer, pattern)

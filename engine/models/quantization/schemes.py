@@ -5,7 +5,8 @@ float16 where most checkpoints have such, and as float32 where the format implie
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Protocol
 
 _FLOAT16_BYTES = 2
@@ -159,6 +160,28 @@ class Blocks:
         if self.block_size:
             scales += num // self.block_size * _FLOAT16_BYTES
         return num * self.bits // 8 + scales * (2 if self.has_minima else 1)
+
+
+def columns_of_scale(scheme: Scheme) -> int | None:
+    """Of safetensors: how many share a scale; None for all of a row."""
+    if isinstance(scheme, Fp8):
+        return scheme.block[1] if scheme.block else None
+    assert isinstance(scheme, Awq | Fp4 | Gptq | Integers), scheme
+    return scheme.group_size
+
+
+def divided(scheme: Scheme, rows: int, columns: int) -> Scheme:
+    """Of one of equal parts of a matrix, whose groups and blocks end where it ends: see `Cut`.
+    rows, columns: of the part; 0 where it has all."""
+    if isinstance(scheme, Fp8):
+        if scheme.block is None:
+            return scheme
+        height, width = scheme.block
+        return replace(scheme, block=(gcd(height, rows), gcd(width, columns)))
+    assert isinstance(scheme, Awq | Fp4 | Gptq | Integers), scheme
+    if scheme.group_size is None:
+        return scheme
+    return replace(scheme, group_size=gcd(scheme.group_size, columns))
 
 
 def integer_format(bits: int, is_symmetric: bool) -> str:

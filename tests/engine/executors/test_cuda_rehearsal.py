@@ -156,3 +156,11 @@ def test_nor_does_one_with_recurrent_states(flag: str, kernels: set[str]) -> Non
     check_serving(report)
     assert decode["replays"] == decode["steps"]
     assert {"_recur_decodes", "_decode"} & decode["launches_in_graph"].keys() == kernels
+
+
+def test_a_rank_with_its_part_of_codes_compiles_nothing_while_it_serves() -> None:
+    report = rehearsal("1", "codes-int4", "--rank=1")
+    check_serving(report)
+    # Half of one matrix of each layer ends in a group of 16, and is plain.
+    layers = {"_skinny_grouped": 6, "_skinny": 2 + 1}
+    assert {name: report["decode"]["launches_in_graph"][name] for name in layers} == layers

@@ -24,7 +24,6 @@ from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.phases import LoadProgress, Phases
 from penstock.scheduler.errors import InvalidConfig
-from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.tiny_models import engine_config, make_model, save
 
 FLOAT32 = partial(torch.empty, dtype=torch.float32)
@@ -245,7 +244,10 @@ def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: 
     ("changes", "message"),
     [
         ({"tensor_parallel_size": 32}, "at most 16 ranks"),
-        ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
+        (
+            {"quantization": Quantization.INT8, "quantization_report": True},
+            "cannot be combined with --quantization-report",
+        ),
     ],
 )
 def test_settings_that_several_ranks_do_not_have_are_refused(
@@ -260,12 +262,5 @@ def test_settings_that_several_ranks_do_not_have_are_refused(
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(InvalidConfig, match="a GGUF file cannot be split over ranks so far"):
+    with pytest.raises(InvalidConfig, match=r"a GGUF file cannot be split .* or --pipeline"):
         check_parallel(engine_config(file, tensor_parallel_size=2), file)
-
-
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    quantized = FORMATS["ct-w4a16"]
-    save_quantized(make_model("llama2"), tmp_path, quantized)
-    with pytest.raises(InvalidConfig, match=r"the weights are quantized .* use the float32"):
-        check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)

@@ -83,7 +83,7 @@ def test_a_stage_reads_what_per_layer_inputs_of_its_layers_need(tmp_path: Path) 
 def test_the_weights_of_all_stages_are_the_whole(family: str, tmp_path: Path) -> None:
     model = model_of(tmp_path, family)
     stages = [Stage(model, index, 3) for index in range(3)]
-    held = sum(stage.config.weight_bytes(4) - 4 * stage.num_absent_weights for stage in stages)
+    held = sum(stage.config.weight_bytes(4) - stage.absent_bytes(4) for stage in stages)
     twice = model.vocab_size * model.hidden_size if model.tied_embeddings else 0
     assert held == model.weight_bytes(4) + 4 * twice
     assert len(layer_weights(model)) == model.num_layers + 1
@@ -122,7 +122,10 @@ def test_every_stage_has_the_pools_of_both_kinds_of_layers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"quantization": Quantization.INT8}, "cannot be combined with --quantization int8"),
+        (
+            {"quantization": Quantization.INT8, "quantization_report": True},
+            "cannot be combined with --quantization-report",
+        ),
         ({"kv_offload_dir": "/tmp/x"}, "cannot be combined with --kv-offload-dir"),
         ({"pipeline_parallel_size": 17}, "at most 16 ranks"),
         ({"pipeline_parallel_size": 5}, "use --pipeline-parallel-size 3 or less"),

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
-from penstock.engine.config import Dtype, KVCacheDtype
+from penstock.engine.config import Dtype, KVCacheDtype, Quantization
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors import cpu
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler
-from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
+from tests.support.gguf_files import quantized, write_gguf
+from tests.support.parallel_answers import (
+    TOLERANCE,
+    assert_ranks_answer_alike,
+    parallel_config,
+)
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.rank_threads import RankThreads, memberships
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -63,6 +70,35 @@ def test_a_rank_reads_half_of_the_bytes(tmp_path: Path) -> None:
     assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
     assert part.attention[0].kv_bytes_per_token * 2 == whole.attention[0].kv_bytes_per_token
     assert part.flops_per_token * 2 == whole.flops_per_token
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq"])
+def test_ranks_and_stages_of_a_quantized_model_answer_as_one(name: str, tmp_path: Path) -> None:
+    model = make_model("llama2", max_position_embeddings=512, head_dim=32, intermediate_size=128)
+    save_quantized(model, tmp_path, FORMATS[name])
+    config = parallel_config(tmp_path)
+    whole = cpu.CpuExecutor(config, tmp_path).info
+    # A processor rounds what it multiplies with integers.
+    tolerance = TOLERANCE if name.startswith("fp8") else 0.05
+    part = assert_ranks_answer_alike(config, 2, num_tokens=20, tolerance=tolerance).info
+    assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
+    assert_ranks_answer_alike(config, 2, 2, num_tokens=20, tolerance=tolerance)
+
+
+def test_stages_of_a_gguf_file_answer_as_one(tmp_path: Path) -> None:
+    model = make_model("qwen2", max_position_embeddings=512)
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(GGMLQuantizationType.Q8_0))
+    assert_ranks_answer_alike(parallel_config(path), 1, 2, num_tokens=20)
+
+
+def test_ranks_round_their_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = saved("qwen2", tmp_path, vocab_size=97, intermediate_size=128)
+    config = parallel_config(path, quantization=Quantization.INT8)
+    ranks = assert_ranks_answer_alike(config, 2, 2, num_tokens=20)
+    assert len(list((tmp_path / "cache" / "penstock" / "quantized").iterdir())) == 4 + 1
+    assert ranks.info.quantization is not None
 
 
 def test_the_id_of_an_aborted_sequence_is_not_written_to_the_prompt_that_has_its_slot(

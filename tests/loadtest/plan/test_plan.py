@@ -282,7 +282,12 @@ def llama_70b(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("device", "weights", "sizes"),
-    [("H100", "none", {4, 8}), ("H200", "none", {2, 4}), ("H200", "int8", {1})],
+    [
+        ("H100", "none", {4, 8}),
+        ("H200", "none", {2, 4}),
+        ("H200", "int8", {1}),
+        ("H100", "int8", {2, 4}),
+    ],
 )
 def test_a_model_that_does_not_fit_one_device_is_planned_on_the_fewest_and_twice_as_many(
     llama_70b: str, device: str, weights: str, sizes: set[int]
@@ -310,18 +315,23 @@ def test_a_plan_of_70b_on_h100s_has_as_many_as_it_needs_and_pays_for_all(
     shown, made = capsys.readouterr(), json.loads(output.read_text())
     plan = made["plan"]
     size = plan["tensor_parallel_size"]
-    assert size in (4, 8) and plan["pipeline_parallel_size"] == 1
+    assert (size, plan["pipeline_parallel_size"], plan["quantization"]) == (2, 1, "int8")
     assert plan["num_devices"] == size * plan["num_replicas"] == plan["figures"]["num_devices"]
     assert plan["price_per_hour"] == 2.5 * plan["num_devices"]
     assert f"{size} x H100 (TP {size} x PP 1 x 1 replica)" in shown.out
     assert f"--tensor-parallel-size {size}" in made["serve"]
     notes = "\n".join(made["notes"])
-    for words in ("use --tensor-parallel-size 4", "PP stays at 1", "the error bars assume 35 %",
-                  "cannot be combined with --quantization int8"):  # fmt: skip
+    for words in ("use --tensor-parallel-size 4", "PP stays at 1", "the error bars assume 35 %"):
         assert words in notes and words in shown.err
     assert plan["step_time_bias"] == 0.35 and "35%" in shown.out
     made_rows = list(csv.DictReader(rows.read_text().splitlines()))
-    assert {row["tensor_parallel_size"] for row in made_rows} == {"4", "8"}
+    of_weights = {
+        weights: {
+            row["tensor_parallel_size"] for row in made_rows if row["quantization"] == weights
+        }
+        for weights in ("", "int8")
+    }
+    assert of_weights == {"": {"4", "8"}, "int8": {"2", "4", "8"}}
 
 
 @pytest.mark.parametrize("flags", [[], ["--tensor-parallel-size", "2"]])

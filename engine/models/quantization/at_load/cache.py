@@ -46,18 +46,20 @@ _STORED = {
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """key: as the directory's name. model: the checkpoint's directory, for people and to delete
-    what an earlier state of it left. quality: None where there was no tokenizer to measure with."""
+    what an earlier state of it left. quality: None where it was not measured. share: which part of
+    the model a rank has; empty for all of it."""
 
     key: str
     method: str
     model: str
     quality: Quality | None
+    share: str = ""
 
 
-def cache_directory(model_dir: Path, plan: Plan) -> Path | None:
+def cache_directory(model_dir: Path, plan: Plan, share: str = "") -> Path | None:
     """Where the weights of this plan are, or are to be. Its name says all that they depend on: the
-    checkpoint's files by name, size and time, and how they are rounded. None where there is no
-    directory for caches: a user without a home, as in containers."""
+    checkpoint's files by name, size and time, how they are rounded, and the share of a rank. None
+    where there is no directory for caches: a user without a home, as in containers."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:
@@ -71,6 +73,7 @@ def cache_directory(model_dir: Path, plan: Plan) -> Path | None:
         GROUP_SIZE,
         [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths],
         [(part.key, part.rows, part.in_features, part.kind.value) for part in plan.parts],
+        *([share] if share else []),
     )
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     return cache / "penstock" / "quantized" / key
@@ -149,12 +152,18 @@ class CacheWriter:
         except (OSError, SafetensorError) as error:
             self._give_up(error)
 
-    def finish(self, method: str, model_dir: Path, quality: Quality | None) -> Path | None:
+    def finish(
+        self, method: str, model_dir: Path, share: str, quality: Quality | None
+    ) -> Path | None:
         """Where it is now; None where it is not."""
         if self._partial is None or self._target is None:
             return None
         manifest = Manifest(
-            key=self._target.name, method=method, model=str(model_dir.resolve()), quality=quality
+            key=self._target.name,
+            method=method,
+            model=str(model_dir.resolve()),
+            quality=quality,
+            share=share,
         )
         try:
             (self._partial / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -195,7 +204,8 @@ def _delete_earlier(root: Path, manifest: Manifest) -> None:
     for path in root.glob(f"*/{_MANIFEST}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             other = msgspec.json.decode(path.read_bytes(), type=Manifest)
-            is_same = (other.model, other.method) == (manifest.model, manifest.method)
+            made_of = (manifest.model, manifest.method, manifest.share)
+            is_same = (other.model, other.method, other.share) == made_of
             if is_same and other.key != manifest.key:
                 shutil.rmtree(path.parent)
 

@@ -20,6 +20,7 @@ from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.quantization.at_load.rounding import GROUP_SIZE, LEVELS, Codes, Kind
 from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
 from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, integer_format
+from penstock.engine.models.stage import Stage
 
 # Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.
 VERSION = 1
@@ -79,16 +80,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A method for one model."""
+    """A method for one model, or for a part of one. first_layer: of the whole, where the part has
+    layers from that on; names count from it, and `model` from 0."""
 
     method: Quantization
     model: ModelConfig
+    first_layer: int = 0
 
     def parts(self, names: tuple[str, ...], rows: int, in_features: int) -> list[Part]:
         """The parts of a layer that is stacked from `names`, in the order of its rows."""
         if len(names) > 1 and names[-1].endswith(".v_proj"):
             index = int(names[-1].removeprefix("model.layers.").partition(".")[0])
-            values = self.model.layer_shape(index).qkv["self_attn.v_proj"]
+            values = self.model.layer_shape(index - self.first_layer).qkv["self_attn.v_proj"]
             stacked = [(names[:-1], rows - values), (names[-1:], values)]
         else:
             stacked = [(names, rows)]
@@ -126,23 +129,32 @@ class Plan:
     expert_bytes: int
 
     @classmethod
-    def of(cls, scheme: Scheme, dtype: torch.dtype, kept: Kept | None = None) -> "Plan":
+    def of(
+        cls,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        kept: Kept | None = None,
+        stage: Stage | None = None,
+    ) -> "Plan":
         """dtype: of what stays unquantized: the embedding, norms and biases. kept: as in
-        `QuantizedWeights`, for tensors without data."""
+        `QuantizedWeights`, for tensors without data. stage: whose layers the scheme is for, where
+        there are several."""
         parts: list[Part] = []
 
         def shapes_of(part: Part) -> Codes:
             parts.append(part)
             return part.empty(_META)
 
-        plain = _Shapes(dtype)
+        source = QuantizedWeights(_Shapes(dtype), scheme.parts, shapes_of, kept)
         model = LlamaModel(
             scheme.model,
-            QuantizedWeights(plain, scheme.parts, shapes_of, kept),
+            source if stage is None else stage.of(source),
             PlainLinear,
             gathered_attention,
             max_model_len=1,
             device=_META,
+            stage=stage,
+            dtype=dtype,
         )
         return cls(
             scheme=scheme,

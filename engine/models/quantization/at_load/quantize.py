@@ -29,6 +29,8 @@ from penstock.engine.models.quantization.at_load.rounding import (
     rounded,
 )
 from penstock.engine.models.quantization.at_load.weights import CodesOf, QuantizedWeights
+from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.models.weights import Checkpoint, RandomWeights, WeightSource
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -52,10 +54,14 @@ class Quantized:
 
 
 def quantization_plan(
-    method: Quantization | None, model: ModelConfig, dtype: torch.dtype, kept: Kept | None = None
+    method: Quantization | None,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    kept: Kept | None = None,
+    stage: Stage | None = None,
 ) -> Plan | None:
-    """None without --quantization. dtype, kept: see `Plan.of`. Raises InvalidConfig for a model
-    that nothing computes from codes."""
+    """None without --quantization. model: of a rank or a stage, its own. dtype, kept, stage: see
+    `Plan.of`. Raises InvalidConfig for a model that nothing computes from codes."""
     if method is None:
         return None
     if model.delta_net is not None:
@@ -63,7 +69,8 @@ def quantization_plan(
             f"--quantization is {method}, and a model with gated delta nets is computed from plain "
             "weights alone; leave it out"
         )
-    return Plan.of(Scheme(method, model), dtype, kept)
+    first_layer = 0 if stage is None else stage.layers.start
+    return Plan.of(Scheme(method, model, first_layer), dtype, kept, stage)
 
 
 def quantize(
@@ -74,31 +81,39 @@ def quantize(
     num_threads: int,
     device: torch.device = _CPU,
     kept: Kept | None = None,
+    shard: Shard | None = None,
+    stage: Stage | None = None,
 ) -> Quantized:
     """Finds them in the cache, or makes them, one matrix at a time, and caches them.
 
+    Of several ranks, each does so with its own part: the groups of int8 and int4 are those of the
+    whole, where none is of two ranks; rows of FP8 that ranks divide get a scale in each of them.
+
     In this machine's memory are the quantized weights; on the device that rounds and compares, one
     layer or the output layer in float32: of a large model less than its unquantized weights take.
-    kept: what computes the codes there, as in `QuantizedWeights`. Raises InvalidModel.
+    kept: what computes the codes there, as in `QuantizedWeights`. shard, stage: of a rank. Raises
+    InvalidModel.
     """
     torch.set_num_threads(num_threads)
     model = plan.scheme.model
     allocate = Arena().empty
     float32 = partial(torch.empty, dtype=torch.float32, device=device)
     if config.load_format is LoadFormat.DUMMY:
-        rounder = Rounder(RandomWeights(float32), plan, allocate, phases, num_threads)
+        rounder = Rounder(RandomWeights(float32, shard=shard), plan, allocate, phases, num_threads)
         with phases.timed("quantize", _what(plan), total=plan.num_weights, unit="weights"):
             _round_all(rounder)
         return Quantized(plan, rounder, _info(plan, None))
 
-    checkpoint = Checkpoint(model_dir, float32)
+    checkpoint = Checkpoint(model_dir, float32, shard=shard)
+    share = _share(shard, stage)
 
     def compared(codes_of: CodesOf, token_ids: list[int]) -> Quality:
         quantized = QuantizedWeights(checkpoint, plan.scheme.parts, codes_of, kept)
         return compare(model, checkpoint, quantized, token_ids, device)
 
-    token_ids = token_ids_of_text(model_dir, model)
-    directory = cache_directory(model_dir, plan)
+    # A rank alone cannot compute the model.
+    token_ids = [] if share else token_ids_of_text(model_dir, model)
+    directory = cache_directory(model_dir, plan, share)
     stored = find(directory, plan, allocate)
     if stored is not None:
         logger.info("quantized weights: made at an earlier start, and kept in %s", directory)
@@ -116,7 +131,7 @@ def quantize(
             if token_ids:  # it asks for every part, layer by layer
                 quality = compared(rounder, token_ids)
             _round_all(rounder)
-        kept_in = writer.finish(plan.scheme.method, model_dir, quality)
+        kept_in = writer.finish(plan.scheme.method, model_dir, share, quality)
     logger.info(
         "quantized %.3g weights in %.1f s of rounding, %.1f s per billion",
         plan.num_weights,
@@ -179,6 +194,16 @@ class Rounder:
             self.seconds += time.perf_counter() - start
 
 
+def _share(shard: Shard | None, stage: Stage | None) -> str:
+    """Which part of the model a rank has; empty where it has all."""
+    words = []
+    if shard is not None:
+        words.append(f"rank {shard.rank} of {shard.size}")
+    if stage is not None:
+        words.append(f"stage {stage.index} of {stage.num_stages}")
+    return ", ".join(words)
+
+
 def _round_all(rounder: Rounder) -> None:
     for part in rounder.plan.parts:
         rounder(part)
@@ -213,8 +238,8 @@ def _log(plan: Plan, quality: Quality | None, *, is_long: bool) -> None:
     method = plan.scheme.method
     if quality is None:
         logger.info(
-            "%s: not compared with the unquantized model, as it has no tokenizer.json for the "
-            "text that is compared on",
+            "%s: not compared with the unquantized model, for which it takes one process that has "
+            "all of it, and a tokenizer.json for the text that is compared on",
             method,
         )
         return

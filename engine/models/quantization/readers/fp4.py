@@ -23,5 +23,7 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
         of_all = tensors.scales(scheme.global_scale, ()).float().reshape(())
         scales = scales / of_all if scheme.divides else scales * of_all
         tensors.check_finite(scheme.global_scale, scales)
+    part = tensors.part(scheme.weight, codes, (0, 1), (1, 2))
+    of_groups, size = tensors.groups(scales / 2, scheme.group_size)
     levels = torch.tensor(LEVELS, dtype=torch.int8)
-    return GroupedPart(codes, scales / 2, scheme.group_size, columns, levels=levels)
+    return GroupedPart(part, of_groups, size, tensors.columns, levels=levels)

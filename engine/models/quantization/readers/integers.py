@@ -10,30 +10,35 @@ from penstock.engine.models.quantization.schemes import Integers
 
 
 def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedPart:
+    rows, codes = _packed_codes(tensors, scheme.bits) if scheme.is_packed else _codes(tensors)
     columns = tensors.in_features
-    codes = (
-        _packed_codes(tensors, scheme.bits)
-        if scheme.is_packed
-        else tensors.codes("weight", torch.int8)
-    )
-    rows = len(codes)
-    group_size = scheme.group_size or columns
-    groups = -(-columns // group_size)
+    whole_size = scheme.group_size or columns
+    groups = -(-columns // whole_size)
     shapes = ((rows, groups),) if scheme.group_size else ((), (rows,), (rows, 1))
-    scales = tensors.scales("weight_scale", *shapes).reshape(-1, groups)
-    zeros = None if scheme.is_symmetric else _zeros(tensors, scheme, rows, groups)
-    return GroupedPart(codes, scales.expand(rows, groups), group_size, columns, zeros=zeros)
+    stored = tensors.scales("weight_scale", *shapes).reshape(-1, groups).expand(rows, groups)
+    scales, group_size = tensors.groups(stored, whole_size)
+    zeros = None
+    if not scheme.is_symmetric:
+        zeros, _ = tensors.groups(_zeros(tensors, scheme, rows, groups), whole_size)
+    return GroupedPart(codes, scales, group_size, tensors.columns, zeros=zeros)
 
 
-def _packed_codes(tensors: LayerTensors, bits: int) -> Tensor:
-    """Of `weight_packed`, whose first column is in the lowest bits, as codes of `GroupedLinear`."""
+def _codes(tensors: LayerTensors) -> tuple[int, Tensor]:
+    """The rows of the whole, and the codes of the part that is to be read."""
+    codes = tensors.codes("weight", torch.int8)
+    return len(codes), tensors.part("weight", codes, (0, 1), (1, 1))
+
+
+def _packed_codes(tensors: LayerTensors, bits: int) -> tuple[int, Tensor]:
+    """The same of `weight_packed`, whose first column is in the lowest bits, as codes of
+    `GroupedLinear`."""
     if tensors.has("weight_g_idx"):
         raise tensors.wrong(
             "weight_g_idx",
             "orders columns by activation, which is not supported; quantize "
             "again with actorder 'static'",
         )
-    packed = tensors.codes("weight_packed", torch.int32, 32 // bits).contiguous()
+    packed = tensors.codes("weight_packed", torch.int32, 32 // bits)
     columns = tensors.in_features
     if tensors.has("weight_shape"):
         shape = tensors.take("weight_shape", (torch.int64, torch.int32), 1)
@@ -41,9 +46,12 @@ def _packed_codes(tensors: LayerTensors, bits: int) -> Tensor:
             raise tensors.wrong(
                 "weight_shape", f"is {shape.tolist()}, not {[len(packed), columns]}"
             )
+    rows = len(packed)
+    packed = tensors.part("weight_packed", packed, (0, 1), (1, 32 // bits)).contiguous()
+    in_bytes = packed.view(torch.uint8)
     if bits == 4:  # in memory, the bytes of the integers are those of `GroupedLinear`
-        return packed.view(torch.uint8)[:, : -(-columns // 2)]
-    return _signed(packed.view(torch.uint8)[:, :columns])
+        return rows, in_bytes[:, : -(-tensors.columns // 2)]
+    return rows, _signed(in_bytes[:, : tensors.columns])
 
 
 def _zeros(tensors: LayerTensors, scheme: Integers, rows: int, groups: int) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.engine.models.cut import Cut
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.quantization.config import QuantizationConfig
@@ -35,11 +36,12 @@ def read_layer(
     bias: Tensor | None,
     names: Sequence[str],
     read_plain: Callable[..., Tensor],
+    cut_of: Callable[[str], Cut] = lambda _: Cut(),
 ) -> StoredLinear | None:
     """See `WeightSource.quantized`. Raises InvalidModel.
 
     What the tensors are decides whether a layer is plain: checkpoints do not name all of those.
-    read_plain: `WeightSource.read`.
+    read_plain: `WeightSource.read`. cut_of: which part of a layer is read.
     """
     plain = [_is_plain(files, name) for name in names]
     if all(plain) or not any(f"{names[0]}.{weight}" in files for weight in _WEIGHTS):
@@ -50,11 +52,13 @@ def read_layer(
 
     parts: list[Part] = []
     for name, is_plain in zip(names, plain, strict=True):
+        cut = cut_of(name)
         if is_plain:
             rows = files.get(f"{name}.weight").shape[:1].numel()  # a scalar is refused when read
-            parts.append(PlainPart(name, rows, read_rows))
+            parts.append(PlainPart(name, cut.num_rows(rows), read_rows))
         else:
-            parts.append(_part(files, quantization, name, shape[1]))
+            columns = shape[1] if cut.columns is None else cut.columns.whole
+            parts.append(_part(files, quantization, name, columns, cut))
     if (rows := sum(part.rows for part in parts)) != shape[0]:
         raise InvalidModel(
             f"{', '.join(map(repr, names))} in {files.directory} have {rows} rows in all, not the "
@@ -63,14 +67,17 @@ def read_layer(
     return stacked(parts, bias)
 
 
-def _part(files: TensorFiles, quantization: QuantizationConfig, name: str, columns: int) -> Part:
+def _part(
+    files: TensorFiles, quantization: QuantizationConfig, name: str, columns: int, cut: Cut
+) -> Part:
+    """columns: of the whole."""
     scheme = quantization.scheme_if_quantized(name)
     if scheme is None:
         raise InvalidModel(
             f"the layer {name!r} in {files.directory} is quantized, but config.json does not say "
             "how: none of its groups has it"
         )
-    return _READERS[type(scheme)](LayerTensors(files, name, columns), scheme)
+    return _READERS[type(scheme)](LayerTensors(files, name, columns, cut), scheme)
 
 
 def _is_plain(files: TensorFiles, name: str) -> bool:

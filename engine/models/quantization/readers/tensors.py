@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.models.cut import CannotCut, Cut
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.tensor_files import TensorFiles, is_finite
 
@@ -11,11 +12,42 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0f
 
 
 class LayerTensors:
-    def __init__(self, files: TensorFiles, layer: str, in_features: int) -> None:
-        """layer: its name in the checkpoint."""
+    """Tensors are taken whole, and then cut: they are mapped, so what is not used is not read."""
+
+    def __init__(
+        self, files: TensorFiles, layer: str, in_features: int, cut: Cut | None = None
+    ) -> None:
+        """layer: its name in the checkpoint. in_features: of the whole. cut: the part that is to be
+        read; None for all."""
         self._files = files
+        self._cut = cut or Cut()
         self.layer = layer
         self.in_features = in_features
+
+    @property
+    def columns(self) -> int:
+        """Of the part that is to be read."""
+        return self.in_features if self._cut.columns is None else self._cut.columns.size
+
+    def part(
+        self, name: str, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Tensor:
+        """What is to be read of a tensor that is called so. rows, columns: along which dimension,
+        and how many an element holds. Raises InvalidModel."""
+        try:
+            return self._cut.columns_of(self._cut.rows_of(tensor, *rows), *columns)
+        except CannotCut as error:
+            raise self.wrong(name, str(error)) from None
+
+    def groups(self, table: Tensor, size: int) -> tuple[Tensor, int]:
+        """The part of (out_features, groups) of so many columns, and the size of its groups."""
+        return self._cut.groups_of(self._cut.rows_of(table), size)
+
+    def blocks(self, table: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+        """The part of what blocks of rows and columns have, and the size of its blocks."""
+        of_rows, height = self._cut.blocks_of(table, block[0])
+        of_blocks, width = self._cut.groups_of(of_rows, block[1])
+        return of_blocks, (height, width)
 
     def has(self, name: str) -> bool:
         return f"{self.layer}.{name}" in self._files

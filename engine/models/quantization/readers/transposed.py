@@ -23,8 +23,11 @@ def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedPart:
     qzeros = tensors.take("qzeros", (torch.int32,))
     tensors.check("qzeros", qzeros, (groups, qweight.shape[1]))
     scales = tensors.scales("scales", (groups, rows))
-    codes = packed_nibbles(_in_order(qweight).t())
-    return GroupedPart(codes, scales.t(), group_size, columns, zeros=_in_order(qzeros).t())
+    part = tensors.part("qweight", qweight, (1, 8), (0, 1))
+    codes = packed_nibbles(_in_order(part).t())
+    of_groups, size = tensors.groups(scales.t(), group_size)
+    zeros, _ = tensors.groups(_in_order(qzeros).t(), group_size)
+    return GroupedPart(codes, of_groups, size, tensors.columns, zeros=zeros)
 
 
 def _in_order(packed: Tensor) -> Tensor:
@@ -42,9 +45,11 @@ def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedPart:
     _check_zeros(tensors, scheme, groups, rows)
     _check_order(tensors, group_size)
     scales = tensors.scales("scales", (groups, rows))
-    codes = unpacked(qweight.t(), bits)[:, :columns]
+    part = tensors.part("qweight", qweight, (1, 1), (0, 32 // bits))
+    codes = unpacked(part.t(), bits)[:, : tensors.columns]
     stored = packed_nibbles(codes) if bits == 4 else (codes ^ 128).view(torch.int8)
-    return GroupedPart(stored, scales.t(), group_size, columns)
+    of_groups, size = tensors.groups(scales.t(), group_size)
+    return GroupedPart(stored, of_groups, size, tensors.columns)
 
 
 def _check_zeros(tensors: LayerTensors, scheme: Gptq, groups: int, rows: int) -> None:

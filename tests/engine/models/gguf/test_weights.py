@@ -11,8 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import LoadFormat
-from penstock.engine.executors.loading import weight_bytes
+from penstock.engine.executors.loading import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf.check import check_gguf
@@ -21,6 +22,7 @@ from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.stage import Stage
 from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf
@@ -190,6 +192,28 @@ def test_the_memory_of_weights_is_known_before_they_are_read(
     is_copy = not config.tied_embeddings or (weight_formats(path) and keeps_codes)
     embedding = model.embedding.nbytes if is_copy else 0
     assert foretold == model.step_weight_bytes + embedding
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+def test_so_is_that_of_each_stage(tmp_path: Path, family: str) -> None:
+    """The second is tied: its last stage has the embedding too, and the codes of the output."""
+    path = write_gguf(tmp_path / "model.gguf", make_model(family), quantized(Type.Q8_0))
+    config, dtype = ModelConfig.from_dir(path), torch.float32
+    kept = kept_formats(True)
+    reads = Widened(source(path, dtype, keeps_codes=True), torch.empty, PlainLinear, kept)
+    for stage in (Stage(config, index, 3) for index in range(3)):
+        foretold = weight_bytes(stage.config, LoadFormat.AUTO, path, dtype, kept=kept, stage=stage)
+        model = LlamaModel(
+            stage.config,
+            stage.of(reads),
+            PlainLinear,
+            gathered_attention,
+            max_model_len=8,
+            device=torch.device("cpu"),
+            stage=stage,
+            dtype=dtype,
+        )
+        assert foretold == model.step_weight_bytes + model.embedding.nbytes
 
 
 @pytest.mark.parametrize(("dtype", "what"), [("float32", "not finite"), ("float16", "65504")])

@@ -17,7 +17,9 @@ from penstock.engine.models.quantization.at_load.quantize import (
     quantization_plan,
     quantize,
 )
-from penstock.engine.models.quantization.at_load.rounding import Kind
+from penstock.engine.models.quantization.at_load.rounding import Kind, rounded
+from penstock.engine.models.shard import Shard
+from penstock.engine.models.stage import Stage
 from penstock.engine.phases import LoadProgress, Phases
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import engine_config, make_model, save
@@ -43,13 +45,22 @@ def load(
     directory: Path,
     method: Quantization = INT4,
     phases: Phases | None = None,
+    shard: Shard | None = None,
+    stage: Stage | None = None,
     **changes: object,
 ) -> Quantized:
-    plan = quantization_plan(method, ModelConfig.from_dir(directory), torch.bfloat16)
+    model = ModelConfig.from_dir(directory)
+    if shard is not None:
+        model = shard.config
+    if stage is not None:
+        model = stage.config
+    plan = quantization_plan(method, model, torch.bfloat16, stage=stage)
     assert plan is not None
     config = engine_config(directory, quantization=method, **changes)
     with torch.inference_mode():
-        return quantize(config, directory, plan, phases or Phases(), num_threads=1)
+        return quantize(
+            config, directory, plan, phases or Phases(), num_threads=1, shard=shard, stage=stage
+        )
 
 
 def tensors(made: Quantized) -> list[torch.Tensor]:
@@ -199,3 +210,59 @@ def test_the_figures_are_kept_beside_the_weights(
     measured_again = load(DEMO_MODEL, INT8, quantization_report=True).info
     assert measured_again.kl_divergence == pytest.approx(first.kl_divergence, rel=1e-3)
     assert "quantization report: perplexity of the text" in caplog.text
+
+
+def weights(made: Quantized) -> dict[str, torch.Tensor]:
+    """In float32, by the part's key."""
+    found = {}
+    for part in made.plan.parts:
+        weight = torch.empty(part.shape)
+        part.linear(made.codes_of(part), None).write_weight(weight)
+        found[part.key] = weight
+    return found
+
+
+@pytest.mark.parametrize("method", Quantization)
+def test_each_rank_rounds_its_part_to_what_the_whole_is_rounded_to(
+    method: Quantization, tmp_path: Path, cache: Path
+) -> None:
+    """But for FP8, whose scale is for a row, of which each rank has a part."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
+    model = make_model("llama2", vocab_size=97, **sizes)
+    directory = save(model, tmp_path / "model")
+    whole = weights(load(directory, method))
+    config = ModelConfig.from_dir(directory)
+    made = [load(directory, method, shard=Shard(config, rank, 2)) for rank in range(2)]
+    ranks = [weights(each) for each in made]
+    for layer in ("self_attn.o_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{layer}"
+        joined = torch.cat([rank[name] for rank in ranks], 1)
+        if method is not Quantization.FP8:
+            assert joined.equal(whole[name])
+            continue
+        exact = model.get_submodule(name).weight.detach()
+        allocate = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+        own = [rounded(half, Kind.FP8, allocate) for half in exact.chunk(2, dim=1)]
+        expected = [each.codes.float() * each.scales for each in own]
+        assert joined.equal(torch.cat(expected, 1))
+        # Of fewer weights, the largest is no larger.
+        assert (joined - exact).square().sum() < (whole[name] - exact).square().sum()
+    assert torch.cat([rank["lm_head"] for rank in ranks])[:97].equal(whole["lm_head"])
+    name = "model.layers.0.mlp.gate_proj+model.layers.0.mlp.up_proj"
+    gates_and_ups = [rank[name].view(2, 256, 512) for rank in ranks]
+    assert torch.cat(gates_and_ups, 1).flatten(0, 1).equal(whole[name])
+
+
+def test_each_rank_and_each_stage_has_its_own_cache(directory: Path, cache: Path) -> None:
+    config = ModelConfig.from_dir(directory)
+    shards = [Shard(config, rank, 2) for rank in range(2)]
+    shares = [(shard, Stage(shard.config, i, 2)) for shard in shards for i in range(2)]
+    first = [load(directory, INT8, shard=shard, stage=stage) for shard, stage in shares]
+    whole = load(directory, INT8)
+    assert len(list(cache.iterdir())) == 5
+    overwrite_weights(directory)
+    again = [load(directory, INT8, shard=shard, stage=stage) for shard, stage in shares]
+    assert all(map(are_equal, first, again)) and not are_equal(first[0], first[2])
+    assert are_equal(whole, load(directory, INT8))
+    names = [name for made in first[:2] for part in made.plan.parts for name in part.names]
+    assert sorted(names) == sorted(name for part in whole.plan.parts for name in part.names)
