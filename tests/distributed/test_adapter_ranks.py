@@ -30,6 +30,7 @@ from penstock.scheduler.types import Request, RequestId, RequestOutput
 from tests.support.adapters import LinearShapes, save_adapter
 from tests.support.parallel_answers import assert_close, parallel_config, requests
 from tests.support.paths import DEMO_MODEL
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.rank_processes import ids_of, rank_of, started
 from tests.support.rank_threads import RankThreads, memberships
 from tests.support.scheduling import make_request
@@ -44,10 +45,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(family: str, path: Path, **options: Any) -> EngineConfig:
-    """A model, with its adapters below it."""
+def saved(family: str, path: Path, codes: str | None = None, **options: Any) -> EngineConfig:
+    """A model, with its adapters below it. codes: a format of its weights."""
     model = make_model(family, max_position_embeddings=512, **options)
-    config = parallel_config(save(model, path), lora=LoraConfig(max_rank=16))
+    if codes is None:
+        save(model, path)
+    else:
+        save_quantized(model, path, FORMATS[codes])
+    config = parallel_config(path, lora=LoraConfig(max_rank=16))
     for seed, (name, settings) in enumerate(ADAPTERS.items()):
         shapes = LinearShapes(ModelConfig.from_dir(path))
         save_adapter(shapes, path / name, seed=seed, alpha=16, **settings)
@@ -75,18 +80,20 @@ def answers(
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
-    ("family", "tensor_size", "num_stages"),
+    ("family", "tensor_size", "num_stages", "codes"),
     [
-        ("llama3_gqa", 2, 1),  # one KV head, which both have
-        ("qwen3", 1, 2),
-        ("phi4", 2, 2),  # matrices that are fused in the checkpoint
-        ("gemma4", 2, 1),  # layers with other heads than others
+        ("llama3_gqa", 2, 1, None),  # one KV head, which both have
+        ("qwen3", 1, 2, None),
+        ("phi4", 2, 2, None),  # matrices that are fused in the checkpoint
+        ("gemma4", 2, 1, None),  # layers with other heads than others
+        ("qwen3", 2, 2, "fp8-block"),
     ],
 )
 def test_ranks_answer_as_one_with_two_adapters_and_without(
     family: str,
     tensor_size: int,
     num_stages: int,
+    codes: str | None,
     is_compiled: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,7 +104,7 @@ def test_ranks_answer_as_one_with_two_adapters_and_without(
         monkeypatch.setitem(ADAPTERS, "first", {"targets": ("qkv_proj", "o_proj", "down_proj")})
     if not is_compiled:
         monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
-    config = saved(family, tmp_path)
+    config = saved(family, tmp_path, codes)
     num_tokens = 60 if is_compiled else 12
     alone = CpuExecutor(config, tmp_path)
     expected = answers(config, alone, num_tokens)

@@ -64,7 +64,9 @@ def test_so_they_do_where_torch_computes_them(
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "gptq4"])
-@pytest.mark.parametrize("family", ["phi4", "qwen3_bias", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["phi4", "qwen3_bias", "gemma3", "qwen3_moe", "qwen3_5", "gemma4"]
+)
 def test_so_do_families_that_differ(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,10 +15,12 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.gemma4 import PerLayerInputs
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import read_layer
+from penstock.engine.models.quantization.at_load.quantize import quantization_plan
 from penstock.engine.models.shard import FEATURES
 from penstock.engine.models.stage import Stage, divided, layer_weights, stage_starts
 from penstock.engine.models.weights import Checkpoint
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.tiny_models import engine_config, make_model, save
 
 
@@ -149,3 +151,13 @@ def test_a_model_that_cannot_be_cut_is_refused_by_the_name_of_what_it_has(
     monkeypatch.setattr(stage, "FEATURES", FEATURES - {"value_norm"})
     with pytest.raises(InvalidConfig, match="value_norm, which cannot be cut into stages"):
         Stage(model, 0, 2)
+
+
+def test_rows_of_a_stages_layers_are_not_read_of_a_quantized_projection(tmp_path: Path) -> None:
+    model = make_model("gemma4_small_wrapped")
+    save_quantized(model, tmp_path / "codes", FORMATS["fp8-block"])
+    with pytest.raises(InvalidConfig, match="per_layer_model_projection is quantized"):
+        Stage(ModelConfig.from_dir(tmp_path / "codes"), 0, 2)
+    plain = Stage(ModelConfig.from_dir(save(model, tmp_path / "plain")), 0, 2)
+    with pytest.raises(InvalidConfig, match="--quantization is int8, .*per_layer_model_projection"):
+        quantization_plan(Quantization.INT8, plain.config, torch.bfloat16, stage=plain)

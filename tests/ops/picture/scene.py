@@ -31,6 +31,7 @@ _FLAGS = (
     "--max-num-seqs=16",
     "--max-num-batched-tokens=256",
     "--kv-cache-memory-bytes=8388608",
+    "--scheduling-policy=fair",  # whose index has a panel
 )
 # In sequence: (share of the time, mean requests per second, flags). Short chats; long prompts in
 # bursts; shared prefixes at a rising rate.

@@ -15,6 +15,7 @@ from penstock.engine.model_info import QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.per_layer_inputs import PROJECTION
 from penstock.engine.models.quantization.at_load.cache import (
     CacheWriter,
     cache_directory,
@@ -68,6 +69,11 @@ def quantization_plan(
         raise InvalidConfig(
             f"--quantization is {method}, and a model with gated delta nets is computed from plain "
             "weights alone; leave it out"
+        )
+    if stage is not None and model.per_layer_inputs is not None:
+        raise InvalidConfig(
+            f"--quantization is {method}, and a stage cannot round its own layers' rows of "
+            f"{PROJECTION} so far; leave it out, or --pipeline-parallel-size"
         )
     first_layer = 0 if stage is None else stage.layers.start
     return Plan.of(Scheme(method, model, first_layer), dtype, kept, stage)
