@@ -159,5 +159,7 @@ def test_rows_of_a_stages_layers_are_not_read_of_a_quantized_projection(tmp_path
     with pytest.raises(InvalidConfig, match="per_layer_model_projection is quantized"):
         Stage(ModelConfig.from_dir(tmp_path / "codes"), 0, 2)
     plain = Stage(ModelConfig.from_dir(save(model, tmp_path / "plain")), 0, 2)
-    with pytest.raises(InvalidConfig, match="--quantization is int8, .*per_layer_model_projection"):
+    with pytest.raises(
+        InvalidConfig, match=r"--quantization is int8, .*per_layer_model_projection"
+    ):
         quantization_plan(Quantization.INT8, plain.config, torch.bfloat16, stage=plain)
