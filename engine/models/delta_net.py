@@ -80,8 +80,8 @@ class DeltaNetConfig:
         return 3 * self.num_values * self.key_dim
 
 
-def read_delta_net(fields: Fields) -> DeltaNetConfig:
-    """Raises InvalidModel."""
+def read_delta_net(fields: Fields) -> DeltaNetConfig | None:
+    """None where every layer has attention. Raises InvalidModel."""
     config = DeltaNetConfig(
         layers=tuple(kind == LINEAR for kind in _layer_types(fields)),
         num_key_heads=fields.count("linear_num_key_heads", most=_MAX_HEADS),
@@ -95,7 +95,7 @@ def read_delta_net(fields: Fields) -> DeltaNetConfig:
             f"{fields.path}: linear_num_value_heads ({config.num_value_heads}) must be a multiple "
             f"of linear_num_key_heads ({config.num_key_heads})"
         )
-    return config
+    return config if config.num_layers else None
 
 
 def _layer_types(fields: Fields) -> list[str]:

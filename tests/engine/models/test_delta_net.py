@@ -103,6 +103,21 @@ def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
         torch.testing.assert_close(found, expected[0, length:], atol=TOLERANCE, rtol=0)
 
 
+def test_a_model_of_which_every_layer_has_attention_has_no_states(tmp_path: Path) -> None:
+    model = make_model("qwen3_5", layer_types=["full_attention"] * 4)
+    path = save(model, tmp_path)
+    assert ModelConfig.from_dir(path).delta_net is None
+    prompt = torch.randint(3, 96, (1, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(prompt).logits[0]
+    made = Harness(path)
+    made.token_table[0, :PROMPT_LEN] = prompt
+    (found,) = made.run([(0, 0, PROMPT_LEN)])
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    config = engine_config(path, quantization=Quantization.INT8)
+    assert CpuExecutor(config, path).info.num_states == 0
+
+
 CONFIG = DeltaNetConfig(
     layers=(True,), num_key_heads=2, num_value_heads=6, key_dim=24, value_dim=80, num_taps=4
 )
