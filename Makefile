@@ -83,9 +83,9 @@ test-ops: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(OPS)
 
 # Two replicas of the scripted engine in Ray Serve, in real processes on this machine: what passes, where it
-# goes, and that streams end whole; every family on two ranks (tensor parallelism) beside one, and every
-# quantized format; and some on two ranks of the GPU's path. It installs Ray (80 MB) first, and takes 30 minutes on
-# two busy cores.
+# goes, and that streams end whole; every family on two ranks and in two stages beside one, and every quantized
+# format; and some on two ranks of the GPU's path. It installs Ray (80 MB) first, and takes 12 minutes on two cores,
+# 30 on busy ones.
 test-distributed: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed

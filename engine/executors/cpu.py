@@ -36,6 +36,7 @@ from penstock.engine.executors.loading import (
     weight_bytes,
     weight_source,
 )
+from penstock.engine.executors.rank_pools import pool_memory, pools_of_others
 from penstock.engine.gguf.file import is_gguf
 from penstock.engine.memory.disk_tier import DiskTier
 from penstock.engine.memory.dtypes import kv_dtype
@@ -50,7 +51,7 @@ from penstock.engine.memory.kv_pool import (
 )
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
 from penstock.engine.memory.offload import block_files, disk_tier, refuse_with_states
-from penstock.engine.memory.pool_bytes import PoolBytes
+from penstock.engine.memory.pool_bytes import PoolBytes, StepsInFlight
 from penstock.engine.model_info import ModelInfo
 from penstock.engine.model_input import ModelInput, build_model_input
 from penstock.engine.models.config import ModelConfig
@@ -79,6 +80,7 @@ from penstock.engine.native.model import NativeModel, check_features, may_code_k
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -111,9 +113,11 @@ class CpuExecutor:
         phases: Phases | None = None,
         group: Group | None = None,
         pipeline: Pipeline | None = None,
+        rank_pools: Sequence[int] = (),
     ) -> None:
         """Of ranks that compute the model together, each in a process of its own, group: those that
-        split each layer; pipeline: where there are several stages."""
+        split each layer; pipeline: where there are several stages. rank_pools: see
+        `penstock.engine.executors.rank_pools`."""
         if config.attention_backend is not AttentionBackend.AUTO:
             raise InvalidConfig(
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
@@ -126,6 +130,7 @@ class CpuExecutor:
         num_ranks = everyone.size if everyone else 1
         num_threads = config.num_threads or max(1, num_cores() // num_ranks)
         self._everyone, self._pipeline = everyone, pipeline
+        self.steps_in_flight = StepsInFlight()
         whole = model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, model)
         if model.delta_net is not None:
@@ -167,10 +172,14 @@ class CpuExecutor:
         # What decides the bytes of a block of the same tokens.
         compiled = None if library is None else Path(library._name).name
         formats = (self._dtype, kv_type, config.load_format, config.quantization)
-        identity = identity_of(model_dir, model, formats, block_size, compiled, layout)
-        files = block_files(config, identity)
+        ranks = RankLayout(group.size if group else 1, pipeline.num_stages if pipeline else 1)
+        divided = (ranks,) if everyone else ()
+        identity = identity_of(model_dir, model, formats, block_size, compiled, layout, *divided)
+        files = None if self._is_follower else block_files(config, identity)
         kept_kv = None
-        if config.kv_memory is not None and everyone is None and layout.state is None:
+        if rank_pools and everyone:
+            kept_kv = pool_memory(rank_pools, everyone.rank)
+        elif config.kv_memory is not None and everyone is None and layout.state is None:
             key = files.key if files else None
             kept_kv = KeptMemory(config.kv_memory, identity, key)
         if everyone:
@@ -235,7 +244,14 @@ class CpuExecutor:
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             shape = model.kv_shape
             self._pool = KVPools(shape, layout, size.of_groups, block_size, kv_type, _CPU, kept_kv)
-            self._tier = None if files is None else disk_tier(files, PoolBytes(self._pool))
+            if rank_pools and everyone:
+                everyone.barrier()  # so that rank 0 finds all pools
+            if files is not None:
+                pools_of_all = [self._pool]
+                if rank_pools:
+                    of_rank = (ranks, whole, longest, size.of_groups, block_size, kv_type)
+                    pools_of_all += pools_of_others(rank_pools, *of_rank)
+                self._tier = disk_tier(files, PoolBytes(pools_of_all, self.steps_in_flight))
             if library is not None:
                 try:
                     native = NativeModel(library, llama, self._pool, num_threads)
@@ -288,8 +304,8 @@ class CpuExecutor:
             self._info = of_ranks(
                 self._info,
                 whole,
-                tensor_size=group.size if group else 1,
-                num_stages=pipeline.num_stages if pipeline else 1,
+                tensor_size=ranks.tensor_size,
+                num_stages=ranks.num_stages,
             )
         total = total_memory_bytes()
         own_pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)

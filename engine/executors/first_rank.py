@@ -8,6 +8,7 @@ from penstock.engine.executor import AdapterStore, Executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.model_info import ModelInfo
 from penstock.scheduler.journal import BlockJournal
+from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import Request, RequestId
 
 Own = TypeVar("Own", bound=Executor)
@@ -38,8 +39,8 @@ class FirstRank(Generic[Own]):
         return self._executor.adapters
 
     @property
-    def tier(self) -> None:
-        return None
+    def tier(self) -> BlockTier | None:
+        return self._executor.tier
 
     @property
     def followers(self) -> Followers:

@@ -42,17 +42,25 @@ _NEWS_S = 5.0
 
 class Start(msgspec.Struct, tag=True, frozen=True):
     """To a rank, first: what it is. store: the descriptor that the ranks meet in, in the process
-    that has it. board: of `penstock.engine.ranks.board`, where each has a GPU; None on a CPU."""
+    that has it. board: of `penstock.engine.ranks.board`, where each has a GPU; None on a CPU.
+    pools: see `penstock.engine.executors.rank_pools`."""
 
     config: EngineConfig
     rank: int
     size: int
     store: int
     board: int | None = None
+    pools: tuple[int, ...] = ()
 
     @property
     def descriptors(self) -> list[int]:
-        return [self.store] if self.board is None else [self.store, self.board]
+        return [self.store, *([] if self.board is None else [self.board]), *self.pools]
+
+    def with_descriptors(self, descriptors: Sequence[int]) -> "Start":
+        """In another process, which has these."""
+        store, *others = descriptors
+        board = None if self.board is None else others.pop(0)
+        return msgspec.structs.replace(self, store=store, board=board, pools=tuple(others))
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -119,8 +127,8 @@ class Channel:
         """With this process's own descriptors. Raises EOFError."""
         start = self.receive()
         assert isinstance(start, Start), start
-        _, (store, *board), _, _ = socket.recv_fds(self._stream, 1, len(start.descriptors))
-        return msgspec.structs.replace(start, store=store, board=board[0] if board else None)
+        _, descriptors, _, _ = socket.recv_fds(self._stream, 1, len(start.descriptors))
+        return start.with_descriptors(descriptors)
 
     def receive(self) -> Any:
         """Raises EOFError when the other side has ended."""
@@ -200,11 +208,18 @@ class Followers:
     def pids(self) -> list[int]:
         return [each.process.pid for each in self._followers]
 
-    def begin(self, config: EngineConfig, store: int, board: int | None = None) -> None:
-        """Once, before anything is sent. store, board: see `Start`. Raises RankFailed."""
+    def begin(
+        self,
+        config: EngineConfig,
+        store: int,
+        board: int | None = None,
+        pools: tuple[int, ...] = (),
+    ) -> None:
+        """Once, before anything is sent. store, board, pools: see `Start`. Raises RankFailed."""
         for each in self._followers:
             with contextlib.suppress(OSError):  # one that has ended is noticed by whoever waits
-                each.channel.send_start(Start(config, each.rank, self._layout.size, store, board))
+                size = self._layout.size
+                each.channel.send_start(Start(config, each.rank, size, store, board, pools))
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Calls back in another thread, with the rank, when one has failed."""

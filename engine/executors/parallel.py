@@ -16,8 +16,8 @@ from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Step
+from penstock.engine.executors.rank_pools import rank_pools
 from penstock.engine.gguf.file import is_gguf
-from penstock.engine.memory.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.shard import Shard
@@ -56,15 +56,18 @@ def build_parallel_executor(
                 f"({getattr(error, 'stderr', None) or error})"
             ) from error
         memory = memory_of(membership_bytes(library, layout, link_size(config)))
-        followers.begin(config, memory)
+        pools = () if config.kv_offload_dir is None else rank_pools(layout)
+        followers.begin(config, memory, pools=pools)
         membership = join(config, memory, 0)
         os.close(memory)
         followers.on_end(membership.end)
     followers.is_waiting = True
     try:
         executor = CpuExecutor(
-            config, Path(config.model), phases, membership.tensor, membership.pipeline
+            config, Path(config.model), phases, membership.tensor, membership.pipeline, pools
         )
+        for pool in pools:
+            os.close(pool)
         membership.everyone.barrier()
     except RankFailed as error:
         raise followers.explained(error) from error
@@ -115,11 +118,6 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with --quantization-report, as each rank rounds its own "
             "part, and none could compute the whole model to compare; leave it out, or measure "
             "with one rank"
-        )
-    if offload := offload_flag(config):
-        raise InvalidConfig(
-            f"{flag} cannot be combined with {offload} so far, as each rank would have to move its "
-            "share of every block at the same step; leave one of the two out"
         )
     is_read = config.load_format is not LoadFormat.DUMMY
     if layout.tensor_size > 1 and is_gguf(model_dir) and is_read:
@@ -178,6 +176,7 @@ class ParallelExecutor(FirstRank[CpuExecutor]):
                 signal=error.signal,
             ) from error
         self._sampled = []
+        self._executor.steps_in_flight.launch()
         launched = _Launched(self, batch)
         self._launched.append(launched)
         if not self._has_stages:  # the others are waiting for this rank
@@ -193,6 +192,7 @@ class ParallelExecutor(FirstRank[CpuExecutor]):
         except RankFailed as error:
             raise self._followers.explained(error) from error
         self._launched.popleft()
+        self._executor.steps_in_flight.complete()
         self._followers.is_waiting = bool(self._launched)
         self._sampled.append(sampled.token_ids)
         for request_id in launched.released:

@@ -89,7 +89,11 @@ def _on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
     config = start.config
     membership = join(config, start.store, start.rank)
     executor = CpuExecutor(
-        config, Path(config.model), group=membership.tensor, pipeline=membership.pipeline
+        config,
+        Path(config.model),
+        group=membership.tensor,
+        pipeline=membership.pipeline,
+        rank_pools=start.pools,
     )
     membership.everyone.barrier()
     membership.wait_at_most(wait_limit_s(config))

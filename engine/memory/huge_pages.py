@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 PAGE_BYTES = 2 * 2**20
-_COLLAPSE = 25  # MADV_COLLAPSE, which Python's mmap does not name
+_POPULATE, _COLLAPSE = 23, 25  # MADV_POPULATE_WRITE and MADV_COLLAPSE, which mmap does not name
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 
@@ -44,9 +44,10 @@ class SharedMapping:
 
         Raises OSError where the system has no huge page left, or no such call.
         """
-        start = page * PAGE_BYTES
-        self.memory[start] = self.memory[start]  # a range without any page is refused
-        self._reserved.madvise(_COLLAPSE, self._start + start, PAGE_BYTES)
+        start = self._start + page * PAGE_BYTES
+        # A range without any page is refused. Writing to it would race with another process.
+        self._reserved.madvise(_POPULATE, start, mmap.PAGESIZE)
+        self._reserved.madvise(_COLLAPSE, start, PAGE_BYTES)
 
 
 @cache
@@ -98,7 +99,7 @@ class GrowingHugePages:
                     with contextlib.suppress(OSError):  # no huge page is left: it stays small
                         self._mapping.make_huge(page)
             reached.append(((last + 1) * PAGE_BYTES - start) // block_bytes)
-        self._covered = max(block + 1, min(self._num_blocks, *reached))
+        self._covered = max(block + 1, min([self._num_blocks, *reached]))
 
 
 @cache

@@ -1,5 +1,8 @@
 """`PoolBytes`: the bytes of a pool's blocks in the host's memory, each as one piece."""
 
+import threading
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -8,19 +11,52 @@ from torch import Tensor
 from penstock.engine.memory.kv_pool import KVPools
 
 
+class StepsInFlight:
+    """Of several ranks, of which some begin a step while others are at the one before. Threads may
+    share it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_completed = 0
+        self.num_launched = 0
+        """Changed by one thread alone."""
+
+    def launch(self) -> None:
+        """Every rank will compute one more step."""
+        self.num_launched += 1
+
+    def complete(self) -> None:
+        """Every rank has computed the oldest one."""
+        with self._changed:
+            self._num_completed += 1
+            self._changed.notify_all()
+
+    def wait(self, num_launched: int) -> None:
+        """Returns when so many are complete."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_completed >= num_launched)
+
+
 class PoolBytes:
     """See `penstock.engine.memory.disk_tier.BlockMemory`.
 
     A piece has all layers of the keys, then of the values, then where there are scales those of
-    both. Copies do not hold the interpreter's lock.
+    both. Of several ranks it has their parts, one after the other. Copies do not hold the
+    interpreter's lock.
     """
 
-    def __init__(self, pools: KVPools) -> None:
-        self._pools = pools.groups
+    def __init__(self, pools: Sequence[KVPools], steps: StepsInFlight | None = None) -> None:
+        """pools: of every rank, of whose blocks those with the same number belong together.
+        steps: those that must have been computed before a block is written to; None where none is
+        in flight when a load begins."""
+        self._pools = list(zip(*(each.groups for each in pools), strict=True))
         self._views = [
-            [_bytes_of(tensor) for pair in pool.pairs() for tensor in pair] for pool in pools.groups
+            [_bytes_of(tensor) for pool in group for pair in pool.pairs() for tensor in pair]
+            for group in self._pools
         ]
         self._num_bytes = [sum(view[:, 0].size for view in views) for views in self._views]
+        self._steps = steps or StepsInFlight()
+        self._launched_before: dict[tuple[int, int], int] = {}  # each block was to be written
 
     def num_bytes(self, group: int) -> int:
         return self._num_bytes[group]
@@ -32,9 +68,13 @@ class PoolBytes:
         return content.data
 
     def reach(self, group: int, block_id: int) -> None:
-        self._pools[group].reach((block_id,))
+        for pool in self._pools[group]:
+            pool.reach((block_id,))
+        self._launched_before[group, block_id] = self._steps.num_launched
 
     def write(self, group: int, block_id: int, content: memoryview) -> None:
+        # A step that was launched for the block's last owner may not have come to every rank.
+        self._steps.wait(self._launched_before.pop((group, block_id), 0))
         for part, in_pool in self._parts(group, block_id, np.frombuffer(content, np.uint8)):
             in_pool[...] = part
 

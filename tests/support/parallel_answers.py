@@ -84,7 +84,7 @@ def assert_ranks_answer_alike(
 
     config = replace(config, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
     ranks = RankThreads(
-        replace(config, kv_cache_memory_bytes=_bytes_of_rank(config)), memberships(config), digest
+        replace(config, kv_cache_memory_bytes=rank_bytes(config)), memberships(config), digest
     )
     if len(ranks.info.kv_groups) == 1:
         assert ranks.info.num_blocks == alone.executor.info.num_blocks
@@ -101,7 +101,7 @@ def assert_ranks_answer_alike(
     return ranks
 
 
-def _bytes_of_rank(config: EngineConfig) -> int:
+def rank_bytes(config: EngineConfig) -> int:
     """What it needs for as many blocks as are on one rank that has the whole model."""
     whole = ModelConfig.from_dir(Path(config.model))
     assert config.kv_cache_memory_bytes and config.block_size and config.max_model_len

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Step
 from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
+from penstock.engine.executors.rank_pools import rank_pools
 from penstock.engine.memory.kv_pool import LayerPools
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.llama import Model
@@ -45,11 +47,15 @@ class RankThreads(ParallelExecutor):
     ) -> None:
         """change: what is done to each executor before it runs."""
         threads = [ThreadPoolExecutor(1) for _ in members]
+        pools = rank_pools(layout_of(config)) if config.kv_offload_dir else ()
+        start = partial(CpuExecutor, config, Path(config.model), None)
         futures = [
-            thread.submit(CpuExecutor, config, Path(config.model), None, each.tensor, each.pipeline)
+            thread.submit(start, each.tensor, each.pipeline, pools)
             for thread, each in zip(threads, members, strict=True)
         ]
         self.ranks = _results(futures)
+        for pool in pools:
+            os.close(pool)
         for rank in self.ranks:
             change(rank)
         followers = FollowerThreads(self.ranks[1:], threads)

@@ -1,5 +1,6 @@
 """The scheduler and a real executor in this process, stepped by the test."""
 
+import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ class SteppedEngine:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             num_cohorts=info.pipeline_parallel_size,
+            tier=self.executor.tier,
         )
         self._num_requests = 0
         self.computed_s: list[float] = []
@@ -51,9 +53,13 @@ class SteppedEngine:
                 future.result()
             self.scheduler.add(request)
         launched: deque[PendingTokens] = deque()
-        while (batch := self.scheduler.schedule(0.0)) or launched:
+        while self.scheduler.has_work or launched:
+            batch = self.scheduler.schedule(0.0)
             if batch:
                 launched.append(self.executor.execute(batch))
+            elif not launched:
+                time.sleep(0.0002)  # blocks are being loaded
+                continue
             if not batch or len(launched) >= self.executor.info.pipeline_parallel_size:
                 sampled = launched.popleft().wait()
                 if sampled.computed_s is not None:

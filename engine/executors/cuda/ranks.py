@@ -36,6 +36,7 @@ from penstock.engine.executors.parallel import (
     without_sampling,
 )
 from penstock.engine.log_writer import flush_all
+from penstock.engine.memory.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
@@ -61,6 +62,7 @@ _STOP_S = 10.0
 def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> "CudaRanks":
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
+    check_offload(config)
     check_stages(layout, ModelConfig.from_dir(model_dir))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
@@ -166,6 +168,16 @@ class _Launched:
         if self._sampled is None:
             self._sampled = self._ranks.collect(self)
         return self._sampled
+
+
+def check_offload(config: EngineConfig) -> None:
+    """Raises InvalidConfig for a tier below the pools of several GPUs."""
+    if flag := offload_flag(config):
+        raise InvalidConfig(
+            f"{flags_of(layout_of(config))} cannot be combined with {flag} on GPUs so far, as each "
+            "rank would have to move its share of every block at the same step; leave one of the "
+            "two out"
+        )
 
 
 def check_stages(layout: RankLayout, model: ModelConfig) -> None:

@@ -14,8 +14,8 @@ from penstock.engine.config import EngineConfig, KVCacheDtype
 from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.ranks import check_offload
 from penstock.engine.executors.cuda.setup import build_cuda_executor
-from penstock.engine.executors.parallel import check_parallel
 from penstock.engine.memory.host_tier import HostTier
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -162,4 +162,4 @@ def test_what_a_gpu_has_no_room_for_or_cannot_do_is_said_before_the_start(
     assert not directory.exists()
     ranks = configured(tiny, tensor_parallel_size=2)
     with pytest.raises(InvalidConfig, match=r"--tensor-parallel-size 2 .* with --kv-offload-gb"):
-        check_parallel(ranks, tiny)
+        check_offload(ranks)

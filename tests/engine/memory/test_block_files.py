@@ -11,7 +11,7 @@ from penstock.engine.memory.block_files import HEADER_BYTES, BlockFiles, Unreada
 from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.memory.kv_shape import KVHeads, KVShape
-from penstock.engine.memory.pool_bytes import PoolBytes
+from penstock.engine.memory.pool_bytes import PoolBytes, StepsInFlight
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.tier import TierBlock
 from tests.scheduler.test_tier import engine
@@ -111,13 +111,38 @@ def test_a_disk_that_cannot_be_written_stops_writing_and_no_request(tmp_path: Pa
     assert on_disk(driver).failed_writes_total == 1  # the others were not tried
 
 
+def test_no_block_is_written_before_the_steps_that_were_launched_with_it_are_computed() -> None:
+    layout = KVLayout.of([None], 64)
+    ranks = [
+        KVPools(KVShape((heads,)), layout, (5,), 4, torch.float32, torch.device("cpu"))
+        for heads in (KVHeads(2, 8), KVHeads(1, 8))
+    ]
+    steps = StepsInFlight()
+    memory = PoolBytes(ranks, steps)
+    content = memoryview(bytes([1]) * memory.num_bytes(0))
+    steps.launch()
+    steps.launch()
+    memory.reach(0, 3)
+    steps.launch()  # a later one does not hold it up
+    writer = threading.Thread(target=memory.write, args=(0, 3, content))
+    writer.start()
+    steps.complete()
+    writer.join(0.2)
+    assert writer.is_alive() and not any(memory.read(0, 3))
+    steps.complete()
+    writer.join(30)
+    assert memory.read(0, 3) == content
+    (keys, values), *_ = ranks[1].groups[0].pairs()
+    assert all(tensor[:, 3].all() and not tensor[:, 2].any() for tensor in (keys, values))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_a_blocks_bytes_are_the_same_in_another_place_of_its_pool(dtype: torch.dtype) -> None:
     # Layers of one group whose heads differ, as Gemma 4 has them.
     shape = KVShape((KVHeads(2, 8), KVHeads(2, 8), KVHeads(1, 16), KVHeads(2, 8)))
     layout = KVLayout.of([None, 4, None, None], 64)
     pools = KVPools(shape, layout, (5, 4), 4, dtype, torch.device("cpu"))
-    memory = PoolBytes(pools)
+    memory = PoolBytes([pools])
     for group, pool in enumerate(pools.groups):
         tensors = [tensor for pair in pool.pairs() for tensor in pair]
         for tensor in tensors:

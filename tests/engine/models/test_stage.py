@@ -128,7 +128,6 @@ def test_every_stage_has_the_pools_of_both_kinds_of_layers(tmp_path: Path) -> No
             {"quantization": Quantization.INT8, "quantization_report": True},
             "cannot be combined with --quantization-report",
         ),
-        ({"kv_offload_dir": "/tmp/x"}, "cannot be combined with --kv-offload-dir"),
         ({"pipeline_parallel_size": 17}, "at most 16 ranks"),
         ({"pipeline_parallel_size": 5}, "use --pipeline-parallel-size 3 or less"),
         ({"pipeline_parallel_size": 8, "tensor_parallel_size": 4}, "with --pipeline-parallel-size"),
