@@ -1,4 +1,4 @@
-"""`NativeRecurrence`: the recurrence of gated delta nets in C++ (delta_net.cpp)."""
+"""`NativeRecurrence`: the recurrence of gated delta nets in C++ (recurrence.cpp)."""
 
 import ctypes
 import weakref

@@ -15,7 +15,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
-from penstock.engine.native.library import CODE_FORMATS, format_number
+from penstock.engine.native.formats import CODE_FORMATS, format_number
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MAX_RANKS = 16  # see native/ranks.cpp
+MAX_RANKS = 16  # see native/ranks/ranks.cpp
 
 
 @dataclass(frozen=True, slots=True)

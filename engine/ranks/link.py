@@ -1,5 +1,5 @@
 """`Link`: what one rank sends to another of the next stage, through memory that they share
-(native/links.cpp)."""
+(native/ranks/links.cpp)."""
 
 import ctypes
 import mmap

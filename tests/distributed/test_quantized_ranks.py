@@ -13,7 +13,7 @@ from penstock.engine.executors import cpu
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.shard import Shard
-from penstock.engine.native import library
+from penstock.engine.native import compiler
 from penstock.engine.phases import Phases
 from tests.support.parallel_answers import (
     TOLERANCE,
@@ -79,8 +79,8 @@ def test_so_do_families_that_differ(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that are rounded; what is compiled stays where all tests have it."""
-    compiled = library._cache()
-    monkeypatch.setattr(library, "_cache", lambda: compiled)
+    compiled = compiler.cache_directory()
+    monkeypatch.setattr(compiler, "cache_directory", lambda: compiled)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

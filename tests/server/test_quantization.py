@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.engine.config import Quantization
-from penstock.engine.native import library
+from penstock.engine.native import compiler
 from penstock.server.cli import main
 from penstock.server.config import ServeConfig
 from tests.support.serving import RunningServer
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     cache = tmp_path_factory.mktemp("cache")
     (cache / "penstock").mkdir()
-    compiled = library._cache()
+    compiled = compiler.cache_directory()
     compiled.mkdir(parents=True, exist_ok=True)
     (cache / "penstock" / "native").symlink_to(compiled)  # to compile it takes seconds
     running = RunningServer(

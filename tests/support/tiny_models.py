@@ -23,7 +23,8 @@ from penstock.engine.models.layers.delta_net import torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.native.library import CODE_FORMATS, load_library
+from penstock.engine.native.formats import CODE_FORMATS
+from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.phases import Phases

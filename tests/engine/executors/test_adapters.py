@@ -13,7 +13,7 @@ from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.adapter import max_adapter_bytes
-from penstock.engine.native import library
+from penstock.engine.native import compiler
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.adapters import save_adapter
@@ -28,8 +28,8 @@ RANKS = {"first": 4, "second": 16, "third": 3}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of quantized weights; what is compiled stays where all tests have it."""
-    compiled = library._cache()
-    monkeypatch.setattr(library, "_cache", lambda: compiled)
+    compiled = compiler.cache_directory()
+    monkeypatch.setattr(compiler, "cache_directory", lambda: compiled)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

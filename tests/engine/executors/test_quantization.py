@@ -16,7 +16,7 @@ from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
 from penstock.engine.models.quantization.at_load.quantize import Rounder
 from penstock.engine.models.quantization.at_load.rounding import Kind
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.native import library
+from penstock.engine.native import compiler
 from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from tests.engine.executors.test_cpu import generate
@@ -27,9 +27,9 @@ INT8, INT4 = Quantization.INT8, Quantization.INT4
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = library._cache()
+    compiled = compiler.cache_directory()
     monkeypatch.setattr(
-        library, "_cache", lambda: compiled
+        compiler, "cache_directory", lambda: compiled
     )  # where all tests have what is compiled
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -1,5 +1,5 @@
 // What vectors.h converts to and from float16, for tests: by vectors, and value by value.
-#include "vectors.h"
+#include "native/products/vectors.h"
 
 extern "C" void widened(const std::uint16_t *from, int64_t count, float *vectors, float *values) {
     const f16 *halves = reinterpret_cast<const f16 *>(from);

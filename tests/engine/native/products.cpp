@@ -5,10 +5,10 @@
 #include <memory>
 #include <vector>
 
-#include "blocks.h"
-#include "fp8.h"
-#include "grouped_tiles.h"
-#include "products.h"
+#include "native/products/blocks.h"
+#include "native/products/fp8.h"
+#include "native/products/grouped_tiles.h"
+#include "native/products/products.h"
 
 namespace {
 

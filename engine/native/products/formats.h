@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "structs.h"
+#include "native/step/structs.h"
 
 struct CodedRows;
 

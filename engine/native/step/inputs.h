@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "vectors.h"
+#include "native/products/vectors.h"
 
 // engine/native/model.py declares the same with ctypes. For each of `sequences`: the row of both tables,
 // its tokens before the step, and how many the step has.

@@ -1,9 +1,9 @@
 // Products with plain weights of PENSTOCK_WEIGHTS, and rows of it: see weights.h.
 #include <string>
 
-#include "low_rank.h"
+#include "native/step/low_rank.h"
 #include "products.h"
-#include "weights.h"
+#include "native/step/weights.h"
 
 namespace {
 

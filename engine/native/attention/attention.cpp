@@ -5,7 +5,7 @@
 
 #include "coded_runs.h"
 #include "runs.h"
-#include "weights.h"
+#include "native/step/weights.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "attention.h"
+#include "native/attention/attention.h"
 #include "rows.h"
 #include "structs.h"
 

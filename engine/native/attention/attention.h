@@ -10,9 +10,9 @@
 #include <cmath>
 #include <limits>
 
-#include "rows.h"
-#include "structs.h"
-#include "vectors.h"
+#include "native/step/rows.h"
+#include "native/step/structs.h"
+#include "native/products/vectors.h"
 
 constexpr int64_t kPiece = 512;  // positions of a piece
 constexpr int64_t kKeys = 64;    // positions that are taken together

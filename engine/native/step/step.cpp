@@ -17,15 +17,15 @@
 #include <new>
 #include <vector>
 
-#include "experts.h"
-#include "formats.h"
-#include "grouped.h"
+#include "models/parts/experts/routing.h"
+#include "native/products/formats.h"
+#include "native/products/grouped.h"
 #include "inputs.h"
 #include "low_rank.h"
 #include "rows.h"
 #include "structs.h"
 #include "team.h"
-#include "vectors.h"
+#include "native/products/vectors.h"
 #include "weights.h"
 
 // Of functions that take long beside a call: where each is inlined, the compiler takes twice as long.

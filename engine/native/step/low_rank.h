@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "products.h"
-#include "vectors.h"
+#include "native/products/products.h"
+#include "native/products/vectors.h"
 
 // A is packed so that it is read as one stream: kLowRankRows of its rows at a time, and of each of those so many
 // columns in turn. Both are filled up with zeros, and so are the columns of x.

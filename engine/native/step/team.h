@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "vectors.h"
+#include "native/products/vectors.h"
 
 // Waits while the value is `old`. At first it spins, for some ten microseconds; then it sleeps and gives
 // its core back.

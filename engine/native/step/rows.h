@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "vectors.h"
+#include "native/products/vectors.h"
 
 inline float mean_square(const float *in, int64_t size) {
     Floats squares = {};

@@ -11,8 +11,8 @@
 #include <memory>
 #include <vector>
 
-#include "team.h"
-#include "vectors.h"
+#include "native/step/team.h"
+#include "native/products/vectors.h"
 
 namespace {
 

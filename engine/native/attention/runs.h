@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "products.h"
-#include "structs.h"
+#include "native/products/products.h"
+#include "native/step/structs.h"
 
 constexpr int64_t kRuns = kKeys / kRun;
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "ranks.h"
+#include "native/ranks/ranks.h"
 
 using std::int32_t;
 using std::int64_t;

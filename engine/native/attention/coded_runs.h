@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "grouped.h"
+#include "native/products/grouped.h"
 #include "runs.h"
-#include "structs.h"
+#include "native/step/structs.h"
 
 // One layer's pool. Keys are packed as [head_dim / 4][16][4], unsigned and 128 too large, values as
 // [16 / 4][head_dim][4]; scales are (num_blocks, num_kv_heads, block_size).
