@@ -131,8 +131,8 @@ class SharedMemoryGroup:
 
     @property
     def all_reduce_lane(self) -> tuple[int | None, int | None]:
-        """For C++: what a function of the type AllReduce (native/ranks/ranks.h) takes first, and such
-        a function. Both are valid as long as this is."""
+        """For C++: what a function of the type AllReduce (native/ranks/ranks.h) takes first, and
+        such a function. Both are valid as long as this is."""
         function = self._library.penstock_all_reduce_lane
         return self._ranks.value, ctypes.cast(function, ctypes.c_void_p).value
 
