@@ -32,7 +32,7 @@ struct KVPlaces {
 
 // One layer's keys and values of one sequence and KV head.
 struct HeadKeys {
-    const Layer *layer;
+    const AttentionLayer *layer;
     KVPlaces places;
     int64_t head;
     const int32_t *table;

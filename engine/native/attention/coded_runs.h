@@ -19,7 +19,7 @@ struct CodedKV {
     float *key_scales, *value_scales;
     KVPlaces places;
 
-    CodedKV(const Layer &layer, const KVPlaces &at)
+    CodedKV(const AttentionLayer &layer, const KVPlaces &at)
         : keys(static_cast<unsigned char *>(layer.keys)),
           values(static_cast<std::int8_t *>(layer.values)), key_scales(layer.key_scales),
           value_scales(layer.value_scales), places(at) {}

@@ -24,7 +24,7 @@ template <class T> struct PlainKV {
     T *keys, *values;
     KVPlaces places;
 
-    PlainKV(const Layer &layer, const KVPlaces &at)
+    PlainKV(const AttentionLayer &layer, const KVPlaces &at)
         : keys(static_cast<T *>(layer.keys)), values(static_cast<T *>(layer.values)), places(at) {}
 
     static void put_key(T *run, const T *key, int64_t at, int64_t head_dim) {

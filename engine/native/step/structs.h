@@ -1,4 +1,5 @@
-// What Python passes; engine/native/model.py declares the same with ctypes.
+// What Python passes, which engine/native/structures.py reads here: numbers, pointers, structures declared before,
+// and arrays of these.
 #pragma once
 #include <cstdint>
 
@@ -21,16 +22,7 @@ struct Linear {
     int64_t format;      // a number of Formats
 };
 
-struct Expert {
-    Linear gate, up, down;
-};
-
-// Of experts that compute besides a layer's one MLP: what router and experts read is normalised apart, and so
-// is what the MLP and what the experts give, before both are added.
-struct Beside {
-    const float *router_norm, *input_norm, *mlp_norm, *output_norm;
-    const float *factors;  // (experts): of the weights of a token's experts
-};
+// ---- Attention ----------------------------------------------------------------------------------
 
 // What layers have whose heads are alike.
 struct Heads {
@@ -39,15 +31,10 @@ struct Heads {
     const float *query_factors;  // (positions) or null: what queries are multiplied by
 };
 
-struct Layer {
-    // Null where there is none; those of queries and keys are of a head, or of all with whole_qk_norm.
-    const float *input_norm, *query_norm, *key_norm, *attended_norm, *mlp_norm, *active_norm;
+struct AttentionLayer {
+    const float *query_norm, *key_norm;  // null where there is none; of a head, or of all with whole_qk_norm
     Linear qkv[3];  // one or several that are stacked; then without rows
-    Linear output, gate, up, down;
-    // Null where the layer has the one MLP above, unless these are beside it. All experts have the same format
-    // and groups of codes.
-    const Expert *experts;
-    Linear router;  // of plain weights
+    Linear output;
     // As many numbers as (num_blocks, block_size, num_kv_heads, head_dim), as runs.h or coded_runs.h has them.
     void *keys, *values;
     float *key_scales, *value_scales;  // of codes, else null
@@ -60,11 +47,85 @@ struct Layer {
     // What qkv gives after queries: 2 for keys and values; 1 where values are what keys are made of; 0 where the
     // layer reads those of another.
     int64_t kv_parts;
-    int64_t mlp;
-    const Beside *beside;    // null where experts are not beside the MLP
-    Linear input_gate, input_projection;  // of the layer's own input of each token; without rows: there is none
-    const float *input_change_norm;       // of what that gives
-    double scalar;           // what the layer's states are multiplied by
+};
+
+// ---- MLP ----------------------------------------------------------------------------------------
+
+struct MlpLayer {
+    int64_t size;  // 0 where the layer has none
+    Linear gate, up, down;
+};
+
+// ---- Mixtures of experts ------------------------------------------------------------------------
+
+struct Expert {
+    Linear gate, up, down;
+};
+
+struct ExpertsLayer {
+    const Expert *each;  // null where the layer has none. All have the same format and groups of codes.
+    Linear router;       // of plain weights
+    const float *router_norm, *input_norm;  // of what router and experts read
+    const float *factors;  // (experts) or null: of the weights of a token's experts
+    // Of what the MLP and the experts give, before both are added, where the layer has an MLP beside them.
+    const float *mlp_norm, *output_norm;
+};
+
+// Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where no layer
+// has any. are_weights_normed: whether those of a token's experts add up to 1.
+struct Experts {
+    int64_t num, each, size, are_weights_normed;
+    double swiglu_alpha, swiglu_limit;  // of an activation that is clamped; a limit of 0: it is not
+};
+
+// ---- Layers' own inputs -------------------------------------------------------------------------
+
+struct PerLayerInput {
+    Linear gate, projection;  // without rows: the layer has no input
+    const float *norm;        // of what the projection gives
+};
+
+// What makes the layers' own inputs of the embedded tokens: (num_layers * size) of each, times scale, and normalised
+// by layer. size: 0 where there are none.
+struct PerLayerInputs {
+    Linear projection;
+    const float *norm;
+    int64_t size;
+    double scale;
+};
+
+// ---- The model ----------------------------------------------------------------------------------
+
+struct Layer {
+    // Null where there is none: of what attention reads and gives, and of what the MLP, or the experts, read and give.
+    const float *input_norm, *attended_norm, *mlp_norm, *active_norm;
+    AttentionLayer attention;
+    MlpLayer mlp;
+    ExpertsLayer experts;
+    PerLayerInput input;
+    double scalar;  // what the layer's states are multiplied by
+};
+
+struct Embedding {
+    const void *table;
+    int64_t is_in_bands;  // 1 where the output layer shares it, else 0: row by row
+    int64_t rows;         // of this rank's part of the vocabulary
+    double multiplier;
+};
+
+struct Head {
+    const float *norm;
+    Linear linear;
+    double multiplier;
+    double softcap;  // logits are softcap * tanh(logit / softcap); 0: they are not
+};
+
+// Where several ranks have a part of every layer each: what all_reduce takes, how many they are, and the first id of
+// this one's part of the vocabulary. group: else null.
+struct Ranks {
+    void *group;
+    AllReduce all_reduce;
+    int64_t num, first_id;
 };
 
 struct Model {
@@ -73,30 +134,16 @@ struct Model {
     int64_t num_kinds;
     double eps;
     const Layer *layers;
-    const void *embedding;
-    const float *norm;
-    int64_t embedding_in_bands;  // 1 where the output layer shares it, else 0: row by row
-    Linear lm_head;
     int64_t whole_qk_norm, has_post_norms, is_gelu;
-    double embedding_multiplier, logit_multiplier;
-    double logit_softcap;   // logits are softcap * tanh(logit / softcap); 0: they are not
-    int64_t norms_values;   // without a weight
-    // What makes the layers' own inputs of the embedded tokens: (num_layers * input_size) of each, times
-    // input_scale, and normalised by layer. input_size: 0 where there are none.
-    Linear inputs;
-    const float *inputs_norm;
-    int64_t input_size;
-    double input_scale;
-    // Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where
-    // no layer has any. are_weights_normed: whether those of a token's experts add up to 1.
-    int64_t experts, experts_each, expert_mlp, are_weights_normed;
-    double swiglu_alpha, swiglu_limit;  // of experts whose activation is clamped; a limit of 0: none is
-    // Where several ranks have a part of every layer each: what all_reduce takes, how many they are, and the
-    // first id of this one's part of the vocabulary. ranks: else null.
-    void *ranks;
-    AllReduce all_reduce;
-    int64_t num_ranks, first_id;
+    int64_t norms_values;  // without a weight
+    Embedding embedding;
+    Head head;
+    Experts experts;
+    PerLayerInputs inputs;
+    Ranks ranks;
 };
+
+// ---- A step -------------------------------------------------------------------------------------
 
 // Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.
 struct LowRank {
@@ -106,7 +153,7 @@ struct LowRank {
     double scale;
 };
 
-// Those of the stacks of qkv, of the output, of gate and up, and of down: see kQkv and the others in step.cpp.
+// Those of the stacks of qkv, of the output, of gate and up, and of down: see kQkv and the others in adapters.h.
 struct AdapterLayer {
     LowRank changes[7];
 };
@@ -126,7 +173,7 @@ struct Step {
     const AdapterRun *runs;  // in the order of the tokens
     int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
     int64_t timeout_ns;       // for how long another rank is waited for
-    const float *input_rows;  // (tokens, num_layers * input_size), added to the layers' own inputs
+    const float *input_rows;  // (tokens, num_layers * inputs.size), added to the layers' own inputs
     // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Where layers have inputs of
     // their own, the embedded tokens follow, (tokens, hidden), of which these are made. Null in the first stage, which
     // embeds, and in the last, which writes states or logits.

@@ -1,0 +1,63 @@
+// The final norm and the output layer, or what the next stage gets instead.
+#pragma once
+#include <cmath>
+
+#include "native/step/context.h"
+
+namespace {
+
+class HeadPhases : PartPhases {
+  public:
+    explicit HeadPhases(StepContext &context) : PartPhases(context) {}
+
+    void send(StepThread &thread) {  // the next stage computes on
+        thread.run(s_.tokens, [&](int64_t t) {
+            std::copy_n(state_.residual_of(t), m_.hidden, s_.sent + t * m_.hidden);
+        });
+    }
+    void put_states(StepThread &thread) {
+        thread.run(s_.samples, [&](int64_t i) { normalise(i, state(i)); });
+    }
+    // has_states: whether they are given, and not made of the residual stream.
+    void put_logits(StepThread &thread, bool has_states) {
+        const Linear &output = m_.head.linear;
+        Worker &worker = thread.worker;
+        // As states, also where X is wider, so that the logits are the same if Python has those between.
+        const auto state_of = [&](int64_t i) -> const unsigned char * {
+            if (has_states) return state(i);
+            normalise(i, worker.state.get());
+            return worker.state.get();
+        };
+        const auto multiply = [&](Source source) {
+            linears_.multiply_all(thread, &output, 1, source, s_.samples, {0, kNoStack},
+                                  [&](int64_t t, int64_t n, const float *y, int64_t count) { put(t, n, y, count); });
+        };
+        if (is_coded(output)) {
+            const auto value = [&](int64_t i) {
+                widen_state(state_of(i), m_.hidden, worker.row.get());
+                return worker.row.get();
+            };
+            return linears_.with_codes(thread, output, s_.samples, value, multiply);
+        }
+        thread.run(s_.samples, [&](int64_t i) {
+            copy_state(state_of(i), m_.hidden, state_.x + i * state_.x_step);
+        });
+        multiply([&] { return Input{state_.x, state_.x_step}; });
+    }
+
+  private:
+    unsigned char *state(int64_t i) const {
+        return static_cast<unsigned char *>(s_.states) + i * m_.hidden * kWeightBytes;
+    }
+    void normalise(int64_t i, void *state) {
+        normalise_to_state(state_.residual_of(s_.sample_rows[i]), m_.head.norm, m_.hidden, float(m_.eps), state);
+    }
+    void put(int64_t t, int64_t n, const float *y, int64_t count) const {
+        float *to = s_.logits + t * m_.head.linear.rows + n;
+        const float multiplier = float(m_.head.multiplier), softcap = float(m_.head.softcap);
+        for (int64_t i = 0; i < count; ++i) to[i] = y[i] * multiplier;
+        for (int64_t i = 0; softcap && i < count; ++i) to[i] = std::tanh(to[i] / softcap) * softcap;
+    }
+};
+
+}  // namespace
