@@ -1,13 +1,15 @@
 """Rotary position embedding: the tables of angles, and the rotation."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.layer import Layer
+from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.rope import RopeConfig
 
 
@@ -33,25 +35,33 @@ class Angles:
 
 
 class RotaryTables:
-    """One for each layer: (num_positions, head_dim / 2). Layers with the same angles share it."""
+    """The angles of each layer that has attention, by its index: (num_positions, head_dim / 2).
+    Layers with the same angles share them."""
 
-    def __init__(self, config: ModelConfig, num_positions: int, device: torch.device) -> None:
-        made: dict[tuple[RopeConfig | None, int], Angles] = {}
-        ropes = config.layer_ropes or (config.rope,) * config.num_layers
-        head_dims = [heads.head_dim for heads in config.kv_shape.heads]
-        kinds = list(zip(ropes, head_dims, strict=True))
-        for rope, head_dim in set(kinds):
-            rotary_dim = config.rotary_dim or head_dim
-            factors = _query_factors(config, head_dim, num_positions)
-            factors = None if factors is None else factors.to(device)
-            cos, sin = _table(rope, head_dim, rotary_dim, num_positions, device)
-            made[rope, head_dim] = Angles(cos, sin, factors, rotary_dim)
-        self.layers = [made[kind] for kind in kinds]
+    def __init__(self, layers: Sequence[Layer], num_positions: int, device: torch.device) -> None:
+        tables: dict[tuple[object, ...], Angles] = {}
+        self.layers: dict[int, Angles] = {}
+        for index, layer in enumerate(layers):
+            if (of := layer.attention) is None:
+                continue
+            kind = (of.rope, of.head_dim, of.rotary_dim, of.query_scaling, of.scale)
+            if kind not in tables:
+                tables[kind] = _angles(of, num_positions, device)
+            self.layers[index] = tables[kind]
 
-    def at(self, positions: Tensor) -> list[Angles]:
-        """Of each layer."""
-        found = {id(table): table.at(positions) for table in self.layers}
-        return [found[id(table)] for table in self.layers]
+    def at(self, positions: Tensor) -> dict[int, Angles]:
+        """The angles of these positions."""
+        found = {id(table): table for table in self.layers.values()}
+        rows = {key: table.at(positions) for key, table in found.items()}
+        return {index: rows[id(table)] for index, table in self.layers.items()}
+
+
+def _angles(config: Attention, num_positions: int, device: torch.device) -> Angles:
+    rotary_dim = config.rotary_dim or config.head_dim
+    factors = _query_factors(config, num_positions)
+    factors = None if factors is None else factors.to(device)
+    cos, sin = _table(config.rope, config.head_dim, rotary_dim, num_positions, device)
+    return Angles(cos, sin, factors, rotary_dim)
 
 
 def _table(
@@ -71,14 +81,14 @@ def _table(
     return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
 
 
-def _query_factors(config: ModelConfig, head_dim: int, num_positions: int) -> Tensor | None:
+def _query_factors(config: Attention, num_positions: int) -> Tensor | None:
     """Attention computes with the scale head_dim ** -0.5; what differs from it is a factor of the
     queries, as is Llama 4's growth by position."""
-    if config.query_scaling is None and config.attention_scale is None:
+    if config.query_scaling is None and config.scale is None:
         return None
     factors = torch.ones(num_positions)
-    if config.attention_scale is not None:
-        factors *= config.attention_scale * math.sqrt(head_dim)
+    if config.scale is not None:
+        factors *= config.scale * math.sqrt(config.head_dim)
     if config.query_scaling is not None:
         beta, length = config.query_scaling
         periods = torch.arange(num_positions) // length

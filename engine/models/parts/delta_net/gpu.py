@@ -8,18 +8,20 @@ from penstock.engine.kernels.delta_net.convolution import convolve
 from penstock.engine.kernels.delta_net.decode import recur_decodes
 from penstock.engine.kernels.delta_net.shape import Gates
 from penstock.engine.models.fused_linear import FUSED_LINEARS
-from penstock.engine.models.layers.delta_net import DeltaNet
+from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 
 
 class FusedDeltaNet:
     """It waits for nothing, so a CUDA graph may hold it. Nothing is written for tokens that only
     pad a graph."""
 
-    def __init__(self, net: DeltaNet) -> None:
+    def __init__(self, layer: DeltaNetLayer) -> None:
         """Raises UnsupportedWeightFormat."""
-        self._net = net
-        self._shape = net.config.state_shape
-        self.gates = FUSED_LINEARS.of(net.gates)
+        self._weights = layer.weights
+        self._shape = layer.config.state_shape(num_layers=1)
+        self.qkv = FUSED_LINEARS.of(layer.qkv)
+        self.gates = FUSED_LINEARS.of(layer.gates)
+        self.output = FUSED_LINEARS.of(layer.output)
 
     def __call__(
         self,
@@ -35,7 +37,7 @@ class FusedDeltaNet:
         projected, gates: as for `Recurrence`, in the model's type. step: as the layer's group sees
         it. matrices, inputs: see `StatePool`; those of the step's sequences are replaced.
         """
-        net, shape = self._net, self._shape
+        net, shape = self._weights, self._shape
         mixed = convolve(shape, projected, net.taps, step, inputs)
         of_gates = Gates(gates, net.decay, net.bias)
         for recur in (recur_decodes, recur_chunks):

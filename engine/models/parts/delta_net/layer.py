@@ -21,32 +21,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.model_input import ModelInput
-from penstock.engine.models.delta_net import DeltaNetConfig
-from penstock.engine.models.layers.linear import Linear, tensor_bytes
+from penstock.engine.models.layers.linear import tensor_bytes
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.reader import PartReader
 
 _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
+class RecurrenceWeights:
     """One layer's weights beside its matrices, in float32.
 
-    gates: gives beta of each value head, and then what its decay is made of. taps: (num_taps,
-    channels), of queries, keys and values. decay: -exp(A_log), and bias: (num_value_heads,). norm:
-    (value_dim,).
+    taps: (num_taps, channels), of queries, keys and values. decay: -exp(A_log), and bias:
+    (num_value_heads,). norm: (value_dim,).
     """
 
-    config: DeltaNetConfig
-    gates: Linear
+    config: DeltaNet
     taps: Tensor
     decay: Tensor
     bias: Tensor
     norm: Tensor
     eps: float
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gates.num_bytes + tensor_bytes(self.taps, self.decay, self.bias, self.norm)
 
 
 class Segment(NamedTuple):
@@ -61,11 +56,11 @@ class Segment(NamedTuple):
 
 # Of each sequence of a step, its segments: each begins where the one before ended.
 Segments = Sequence[Sequence[Segment]]
-# (layer, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
+# (weights, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
 # output projection reads. projected: (T, channels + values) float32, the convolution's inputs and
 # the output gate. gates: (T, 2 * num_value_heads) float32. matrices, inputs: see `StatePool`; the
 # states of the segments are written to them.
-Recurrence = Callable[[DeltaNet, Tensor, Tensor, Tensor, Tensor, Segments], Tensor]
+Recurrence = Callable[[RecurrenceWeights, Tensor, Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 def segments_of(step: ModelInput) -> Segments:
@@ -88,7 +83,7 @@ def segments_of(step: ModelInput) -> Segments:
 
 
 def torch_recurrence(
-    layer: DeltaNet,
+    layer: RecurrenceWeights,
     projected: Tensor,
     gates: Tensor,
     matrices: Tensor,
@@ -120,7 +115,7 @@ def torch_recurrence(
     return (normed * functional.silu(gate)).flatten(1)
 
 
-def _heads(config: DeltaNetConfig, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(config: DeltaNet, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each value head: two of (num_value_heads, key_dim), and (num_value_heads, value_dim)."""
     sizes = [config.num_keys, config.num_keys, config.num_values]
     query, key, value = torch.split(mixed, sizes)
@@ -132,3 +127,41 @@ def _heads(config: DeltaNetConfig, mixed: Tensor) -> tuple[Tensor, Tensor, Tenso
         return normed.repeat_interleave(num_served, 0)
 
     return served(query) * config.key_dim**-0.5, served(key), value.view(-1, config.value_dim)
+
+
+class DeltaNetLayer:
+    """One layer's weights. gates: give beta of each value head, and then what its decay is made of.
+    qkv: the inputs of the convolution, and output gates."""
+
+    def __init__(self, config: DeltaNet, reader: PartReader) -> None:
+        linears = {name: reader.linear(spec) for name, spec in config.linears.items()}
+        vectors = {name: reader.wide(spec) for name, spec in config.vectors.items()}
+        self.config = config
+        self.gates, self.qkv, self.output = (linears[name] for name in ("gates", "qkv", "output"))
+        self.weights = RecurrenceWeights(
+            config=config,
+            taps=vectors["taps"].squeeze(1).t().contiguous(),
+            decay=-vectors["decay"].exp(),
+            bias=vectors["bias"],
+            norm=vectors["norm"],
+            eps=reader.eps,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        of, linears = self.weights, (self.gates, self.qkv, self.output)
+        vectors = tensor_bytes(of.taps, of.decay, of.bias, of.norm)
+        return vectors + sum(linear.num_bytes for linear in linears)
+
+    def __call__(
+        self,
+        x: Tensor,
+        recurrence: Recurrence,
+        matrices: Tensor,
+        inputs: Tensor,
+        segments: Segments,
+    ) -> Tensor:
+        """What it makes of x, (T, hidden_size), on this rank. The others are as of `Recurrence`."""
+        projected, gates = self.qkv(x).float(), self.gates(x).float()
+        given = recurrence(self.weights, projected, gates, matrices, inputs, segments)
+        return self.output(given.to(x.dtype))

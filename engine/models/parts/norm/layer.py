@@ -7,10 +7,15 @@ from torch.nn import functional
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension. A weight of another type than x is float32, and so is the product:
-    see `ModelConfig.wide_norms`."""
+    see `NormKind`."""
     if weight.dtype is not x.dtype:
         return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x as it is where there is no norm."""
+    return x if weight is None else rms_norm(x, weight, eps)
 
 
 def unit_norm(x: Tensor, eps: float) -> Tensor:

@@ -7,10 +7,10 @@ from penstock.engine.kernels.experts.products import down, gate_up
 from penstock.engine.kernels.experts.routing import route, tiles_of
 from penstock.engine.kernels.gates import add_gated
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.experts import ExpertsConfig
 from penstock.engine.models.fused_linear import FUSED_LINEARS, product
-from penstock.engine.models.layers.experts import SharedExpert
 from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.layer import SharedExpert
 
 EXPERTS_PATH = "the GPU's step for experts"
 
@@ -21,21 +21,15 @@ class FusedExperts:
 
     def __init__(
         self,
-        experts: ExpertsConfig,
+        experts: Experts,
         router: Linear,
         gate_up: Linear,
         down: Linear,
-        clamp: tuple[float, float] | None = None,
-        *,
-        is_gelu: bool = False,
         factors: Tensor | None = None,
     ) -> None:
-        """gate_up, down: see `penstock.engine.models.llama.Layer`. clamp: see
-        `ModelConfig.clamped_swiglu`. is_gelu: as of `gate_up`. factors: as of `route`. Raises
+        """gate_up, down: see `ExpertsLayer`. factors: as of `route`. Raises
         UnsupportedWeightFormat."""
         self._experts = experts
-        self._clamp = clamp
-        self._is_gelu = is_gelu
         self._factors = factors
         self._router = FUSED_LINEARS.of(router)
         self._gate_up, self._down = plain(gate_up), plain(down)
@@ -49,9 +43,10 @@ class FusedExperts:
             logits, experts.num_per_token, is_normed=experts.is_normed, factors=self._factors
         )
         tiles = tiles_of(routes.experts, experts.num_experts)
-        active = x.new_empty(len(tiles.order), experts.intermediate_size)
+        active = x.new_empty(len(tiles.order), experts.size)
         each, weight, bias = experts.num_per_token, self._gate_up.weight, self._gate_up.bias
-        gate_up(x, weight, bias, tiles, each, active, self._clamp, is_gelu=self._is_gelu)
+        by = experts.activation
+        gate_up(x, weight, bias, tiles, each, active, by.clamp, is_gelu=by.is_gelu)
         out = x.new_empty(x.shape)
         down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
         return out
