@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.loadtest.bench.peers.server import ServerFailed, parse_server, started
 from penstock.loadtest.bench.replay import run
 from penstock.scheduler.errors import InvalidConfig
+from tests.bench.in_turns.server import ServerFailed, parse_server, started
 from tests.support.serving import wait_until
 
 # Starts a process that ignores SIGTERM, writes its id and its own, and stays.

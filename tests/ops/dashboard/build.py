@@ -7,7 +7,7 @@ runs each of them on a real Prometheus, and a test compares penstock.json with t
 import json
 import sys
 
-from penstock.configs.grafana.panels import (
+from tests.ops.dashboard.panels import (
     Panel,
     Query,
     Row,

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from penstock.loadtest.bench.peers.cases import Case
-from penstock.loadtest.bench.peers.machine import num_cores, processor_name
-from penstock.loadtest.bench.peers.rounds import Measurement, Outcome, PeersConfig
 from penstock.loadtest.report.comparison import Value, value_of
 from penstock.loadtest.report.comparison_text import aligned
 from penstock.loadtest.report.report import Summary
 from penstock.loadtest.report.svg import short_number
+from tests.bench.in_turns.cases import Case
+from tests.bench.in_turns.machine import num_cores, processor_name
+from tests.bench.in_turns.rounds import Measurement, Outcome, PeersConfig
 
 PENSTOCK = "penstock"
 # Heading, and the key in the summary and in JSON.

@@ -5,13 +5,13 @@ import json
 import msgspec
 import pytest
 
-from penstock.loadtest.bench.peers.cases import parse_cases
-from penstock.loadtest.bench.peers.machine import CpuUse
-from penstock.loadtest.bench.peers.rounds import Measurement, Outcome, PeersConfig, order
-from penstock.loadtest.bench.peers.server import ServerSpec
-from penstock.loadtest.bench.peers.table import Table
 from penstock.loadtest.report.comparison import Value
 from penstock.loadtest.workload.config import PromptFormat
+from tests.bench.in_turns.cases import parse_cases
+from tests.bench.in_turns.machine import CpuUse
+from tests.bench.in_turns.rounds import Measurement, Outcome, PeersConfig, order
+from tests.bench.in_turns.server import ServerSpec
+from tests.bench.in_turns.table import Table
 
 SERVERS = [ServerSpec(name=name, command=f"{name} {{port}}") for name in ("penstock", "a", "b")]
 CONFIG = PeersConfig(

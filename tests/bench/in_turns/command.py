@@ -1,4 +1,4 @@
-"""`penstock bench peers`: the command line of a comparison, and where its result goes."""
+"""`python -m tests.bench.in_turns`: the command line of a comparison, and where its result goes."""
 
 import argparse
 import contextlib
@@ -15,16 +15,16 @@ import msgspec
 
 from penstock.loadtest.bench.config import check_writable
 from penstock.loadtest.bench.parser import BenchParser
-from penstock.loadtest.bench.peers.cases import parse_cases
-from penstock.loadtest.bench.peers.machine import is_supported, num_cores
-from penstock.loadtest.bench.peers.rounds import PeersConfig, measure
-from penstock.loadtest.bench.peers.server import ServerSpec, parse_server
-from penstock.loadtest.bench.peers.table import PENSTOCK, Table
 from penstock.loadtest.bench.results import say, show_text, writing
 from penstock.loadtest.exit_status import INTERRUPTED
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig, PenstockError
+from tests.bench.in_turns.cases import parse_cases
+from tests.bench.in_turns.machine import is_supported, num_cores
+from tests.bench.in_turns.rounds import PeersConfig, measure
+from tests.bench.in_turns.server import ServerSpec, parse_server
+from tests.bench.in_turns.table import PENSTOCK, Table
 
 _DESCRIPTION = """\
 Measure Penstock and other servers in turns, under the same load, and show the
@@ -34,7 +34,7 @@ A B, B A, A B and so on.
 
 In a command, {port}, {model} and {threads} are replaced; there is no shell.
 
-  penstock bench peers --model MODEL_DIR --cases 128x64@1,128x64@8 \\
+  python -m tests.bench.in_turns --model MODEL_DIR --cases 128x64@1,128x64@8 \\
     --server 'llama=llama-server -m model.gguf --port {port} -t {threads}' \\
     --server 'vllm=vllm serve {model} --port {port}'"""
 
@@ -91,7 +91,7 @@ def _peers(options: argparse.Namespace) -> int:
 def peers_config(options: argparse.Namespace) -> PeersConfig:
     """Raises InvalidConfig."""
     if not is_supported():
-        raise InvalidConfig("penstock bench peers reads /proc, which this system lacks; use Linux")
+        raise InvalidConfig("the comparison reads /proc, which this system lacks; use Linux")
     for flag, value in (
         ("--rounds", options.rounds),
         ("--threads", options.threads),
@@ -163,7 +163,7 @@ def _extra_bodies(texts: list[str], names: list[str]) -> dict[str, dict[str, Any
 
 
 def make_parser() -> BenchParser:
-    parser = BenchParser(prog="penstock bench peers", description=_DESCRIPTION)
+    parser = BenchParser(prog="python -m tests.bench.in_turns", description=_DESCRIPTION)
     add = parser.add_argument
     add(
         "--server",

@@ -1,4 +1,4 @@
-"""`penstock bench peers` as it is used, with real small servers as peers."""
+"""`python -m tests.bench.in_turns` as it is used, with real small servers as peers."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.loadtest.bench.cli import main
+from tests.bench.in_turns.command import main
 from tests.support.paths import ROOT
 from tests.support.serving import wait_until
 
@@ -28,7 +28,7 @@ def scripted(name: str, *flags: str) -> list[str]:
 
 def start(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "penstock", "bench", "peers", *flags],
+        [sys.executable, "-m", "tests.bench.in_turns", *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -188,11 +188,11 @@ def test_a_small_script_is_compared_and_its_tokens_are_counted() -> None:
 def test_a_wrong_command_line_is_one_sentence(
     flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["peers", *flags]) == 2
+    assert main([*flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
 
 
 def test_help_says_that_one_server_runs_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["peers", "--help"]) == 0
+    assert main(["--help"]) == 0
     assert "One server runs at a time" in capsys.readouterr().out

@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.loadtest.bench.peers.cases import parse_cases
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.errors import InvalidConfig
+from tests.bench.in_turns.cases import parse_cases
 
 
 def test_a_case_names_lengths_concurrency_and_requests() -> None:

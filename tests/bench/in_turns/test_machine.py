@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.loadtest.bench.peers.machine import (
+from tests.bench.in_turns.machine import (
     busy_processes,
     cpu_use,
     num_cores,

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
-from penstock.loadtest.bench.peers.cases import Case
-from penstock.loadtest.bench.peers.machine import CpuUse, busy_processes, cpu_use, snapshot
-from penstock.loadtest.bench.peers.server import Server, ServerFailed, ServerSpec, started
 from penstock.loadtest.bench.replay import replay, run
 from penstock.loadtest.report.report import (
     Replay,
@@ -20,6 +17,9 @@ from penstock.loadtest.workload.config import PromptFormat, cache_advice
 from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import PenstockError
+from tests.bench.in_turns.cases import Case
+from tests.bench.in_turns.machine import CpuUse, busy_processes, cpu_use, snapshot
+from tests.bench.in_turns.server import Server, ServerFailed, ServerSpec, started
 
 _PERCENTILES = (50.0, 90.0, 99.0)
 # Shorter outputs than were asked for by more than this share are other work.
