@@ -124,9 +124,9 @@ images:
 test-ladder: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/bench/ladder
 
-# Writes the Grafana dashboard after a change in configs/grafana/dashboard.py.
+# Writes the Grafana dashboard after a change in tests/ops/dashboard/build.py.
 dashboard: .venv/installed
-	$(BIN)/python -m penstock.configs.grafana.dashboard > configs/grafana/penstock.json
+	$(BIN)/python -m tests.ops.dashboard.build > configs/grafana/penstock.json
 
 # Draws configs/grafana/dashboard.png: the dashboard of a demo server under five minutes of load, with
 # Grafana's own components but without Grafana. Needs apt-get install nodejs npm chromium.
@@ -185,7 +185,7 @@ peers: .venv/installed-dev
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers install $(ARGS)
 
 # Penstock and these servers in turns, with random weights in the shape SHAPE. ARGS="--peer llama --rounds 2"
-# chooses some of them, and has the flags of `penstock bench peers`.
+# chooses some of them, and has the flags of `python -m tests.bench.in_turns`.
 SHAPE ?= 135m
 bench-peers: .venv/installed-dev
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers compare $(SHAPE) $(ARGS)

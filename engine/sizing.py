@@ -115,9 +115,9 @@ class Sizing:
 
     def routed_bytes(self, num_tokens: int) -> int:
         """Of the experts that so many tokens are routed to, if all are equally likely."""
-        if self.model.experts is None:
+        experts = self.model.routed(self.expert_bytes)
+        if experts is None:
             return 0
-        experts = self.model.experts.routed(self.expert_bytes)
         return experts.expert_bytes * experts.expected(num_tokens)
 
     @property

@@ -62,13 +62,13 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.gathered import GatheredModel, least
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
-from penstock.engine.models.layers.delta_net import Recurrence, torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart
+from penstock.engine.models.parts.delta_net.layer import Recurrence, torch_recurrence
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.stage import Stage
@@ -133,7 +133,7 @@ class CpuExecutor:
         self.steps_in_flight = StepsInFlight()
         whole = model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, model)
-        if model.delta_net is not None:
+        if any(model.recurrent):
             refuse_with_states(config)
         shard = None if group is None else Shard(whole, group.rank, group.size)
         if shard is not None:
@@ -517,7 +517,7 @@ def _dtype_and_library(
     config: EngineConfig, model: ModelConfig, model_dir: Path
 ) -> tuple[torch.dtype, CDLL | None]:
     dtype = choose_dtype(config.dtype, _CPU)
-    if model.delta_net is not None:
+    if any(model.recurrent):
         _warn_of_torch("the compiled step has no gated delta nets")
         return dtype, None
     if reason := _unsupported_kv(config.kv_cache_dtype, model):
@@ -568,7 +568,7 @@ def _library_for(
 
 
 def _recurrence(model: ModelConfig, num_threads: int) -> Recurrence:
-    library = None if model.delta_net is None else load_delta_net_library()
+    library = load_delta_net_library() if any(model.recurrent) else None
     return torch_recurrence if library is None else NativeRecurrence(library, num_threads)
 
 

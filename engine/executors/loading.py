@@ -335,7 +335,7 @@ def describe(
         measured_flops_per_s=measured_flops,
         load_seconds=load_seconds,
         computed_by=computed_by,
-        experts=None if model.experts is None else model.experts.routed(expert_bytes),
+        experts=model.routed(expert_bytes),
         quantization=quantization,
     )
 

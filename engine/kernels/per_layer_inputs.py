@@ -1,7 +1,7 @@
 """The inputs that each layer of Gemma 4 E2B and E4B has of its own.
 
-As `penstock.engine.models.layers.gemma4` computes them; every operator there rounds to the type of
-the states, and so do these kernels.
+`penstock.engine.models.parts.per_layer_inputs.layer` computes the same; every operator there
+rounds to the type of the states, and so do these kernels.
 """
 
 import math

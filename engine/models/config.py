@@ -1,9 +1,10 @@
 """A model's config.json in one form for all families. Imports no tensors."""
 
-import dataclasses
 import logging
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,324 +12,293 @@ from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import ModelImpl
 from penstock.engine.memory.kv_layout import KVLayout
 from penstock.engine.memory.kv_shape import KVHeads, KVShape
-from penstock.engine.models.delta_net import DeltaNetConfig
+from penstock.engine.model_info import RoutedExperts
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig
-from penstock.engine.models.families import FAMILIES, Head, find_family
-from penstock.engine.models.json_file import Fields, is_number, read_object, shown
+from penstock.engine.models.families import FAMILIES, find_family
+from penstock.engine.models.json_file import Fields, read_object, shown
 from penstock.engine.models.keys import check_keys
-from penstock.engine.models.layer_shape import LayerShape
-from penstock.engine.models.per_layer_inputs import PROJECTION, PerLayerInputsConfig
+from penstock.engine.models.layer import Layer
+from penstock.engine.models.outline import Outline
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.embedding.config import Embedding
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.head.config import Head
+from penstock.engine.models.parts.norm.config import NormKind
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, TensorTable, differences
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.parse import read_quantization
 from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
-from penstock.engine.models.rope import RopeConfig, check_neutral, longest_sequence
+from penstock.engine.models.rope import check_neutral, longest_sequence
 from penstock.engine.models.tensor_names import tensor_names, text_model_name
 
 logger = logging.getLogger(__name__)
+# Before the number of a layer, in the names of its tensors.
+LAYER = "model.layers."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def index_and_name(name: str) -> tuple[int | None, str]:
+    """The number of the layer that a tensor is of, and its name within the layer; None and its
+    name where it is of none."""
+    if not name.startswith(LAYER):
+        return None, name
+    index, _, rest = name.removeprefix(LAYER).partition(".")
+    return int(index), rest
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer like Llama: RMSNorm, rotary positions, a gated MLP.
+    """A decoder-only transformer: an embedding, layers made of parts, and a head.
 
-    is_wrapped: whether it is the text model of a model of text and images. has_fused_names: see
-    `Family`. windows: for each layer, how many positions a token attends to, its own included, or
-    None for all before it. quantization: None where all weights are plain.
-
-    Fields with a default are `features`, in which families differ; a path that computes the layers
-    itself names those that it knows, and refuses models with others.
-
-    qk_norm: of each head of queries and keys; of all heads together with whole_qk_norm. pre_norms,
-    post_norms: of what attention and the MLP read, and of what they give before it is added.
-    norm_offset: added to a norm's weight, which is then, as with wide_norms, multiplied in float32.
-    layer_ropes: of each layer, None for one without rotary positions, where not all have `rope`.
-    rotary_dim: how many dimensions of a head are rotated, where not all are. query_scaling: see
-    `RopeSettings`. attention_scale: of scores, where it is not head_dim ** -0.5. attention_sinks:
-    whether each head has one score more, which takes its share and has no value. experts: None
-    where every layer has one MLP, of intermediate_size. clamped_swiglu: (alpha, limit), where
-    experts have gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), of both clamped.
-
-    delta_net: None where all layers have attention; its layers have None among windows.
-    attention_gates: whether what attention gives is multiplied by the sigmoid of a gate, which
-    q_proj gives after each head's query.
-
-    Of Gemma 4: full_heads, of the layers without a window, where these have others; and whether
-    they have one matrix for both, keys_are_values: see `LayerShape`. value_norm: values are
-    normalised too, without a weight. num_shared_kv_layers: so many of the last layers read the keys
-    and values of the last layer of their kind before them. wide_shared_mlps: whether the MLPs of
-    those are twice as wide. layer_scalars: what a layer gives is multiplied by a number of its own.
-    per_layer_inputs: see there. logit_softcap: logits are cap * tanh(logit / cap).
+    is_wrapped: whether it is the text model of a model of text and images. norm: of all norms.
+    per_layer_inputs: None where layers have no inputs of their own. quantization: None where all
+    weights are plain.
     """
 
     family: str
     is_wrapped: bool
-    has_fused_names: bool
-    vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_model_len: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    windows: tuple[int | None, ...]
+    norm: NormKind
+    embedding: Embedding
+    layers: tuple[Layer, ...]
+    head: Head
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None
-    tied_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    whole_qk_norm: bool = False
-    pre_norms: bool = True
-    post_norms: bool = False
-    wide_norms: bool = False
-    norm_offset: float = 0.0
-    activation: str = "silu"
-    layer_ropes: tuple[RopeConfig | None, ...] = ()
-    rotary_dim: int | None = None
-    query_scaling: tuple[float, int] | None = None
-    attention_scale: float | None = None
-    embedding_multiplier: float = 1.0
-    logit_multiplier: float = 1.0
-    attention_sinks: bool = False
-    experts: ExpertsConfig | None = None
-    clamped_swiglu: tuple[float, float] | None = None
-    delta_net: DeltaNetConfig | None = None
-    attention_gates: bool = False
-    full_heads: KVHeads | None = None
-    keys_are_values: bool = False
-    value_norm: bool = False
-    num_shared_kv_layers: int = 0
-    wide_shared_mlps: bool = False
-    layer_scalars: bool = False
-    per_layer_inputs: PerLayerInputsConfig | None = None
-    logit_softcap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.vocab_size
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """Those of the layers that have attention."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads attend in each layer with attention; 0 where none has any."""
+        return max((attention.num_heads for attention in self.attentions), default=0)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    @property
     def features(self) -> frozenset[str]:
-        """The fields that have a default and another value."""
-        return frozenset(
-            field.name
-            for field in dataclasses.fields(self)
-            if field.default is not dataclasses.MISSING
-            and getattr(self, field.name) != field.default
+        """In what its parts differ from Llama's, for people to read."""
+        neutral = {"is_wide": (False, "wide_norms"), "offset": (0.0, "norm_offset")}
+        found = set(differences(self.norm, neutral))
+        if len({attention.heads for attention in self.attentions}) > 1:
+            found.add("heads_by_layer")
+        if len({attention.rope for attention in self.attentions}) > 1:
+            found.add("ropes_by_layer")
+        if len({layer.mlp.size for layer in self.layers if layer.mlp is not None}) > 1:
+            found.add("mlps_by_layer")
+        return frozenset(found).union(
+            *(part.features for part in self._outer_parts), *(each.features for each in self.layers)
         )
 
-    def check_features(self, path: str, supported: Set[str]) -> None:
-        """path: its name in error messages. Raises UnsupportedFeature."""
-        if unsupported := self.features - supported:
-            raise UnsupportedFeature(unsupported, path)
+    @property
+    def _outer_parts(self) -> tuple[Part, ...]:
+        inputs = () if self.per_layer_inputs is None else (self.per_layer_inputs,)
+        return (self.embedding, *inputs, self.head)
+
+    @cached_property
+    def tensors(self) -> TensorTable:
+        """Those outside of layers."""
+        return TensorTable(self._outer_parts)
+
+    def axes_of(self, name: str) -> tuple[tuple[Axis, ...], Axis | None]:
+        """The rows and columns of a tensor of the checkpoint, or of a linear layer, by its name;
+        none where no part declares it."""
+        index, rest = index_and_name(name)
+        table = self.tensors if index is None else self.layers[index].tensors
+        return table.axes.get(rest, ((), None))
+
+    def is_added_once(self, name: str) -> bool:
+        """Whether the tensor is added to what the ranks' products add up to."""
+        index, rest = index_and_name(name)
+        return index is not None and rest in self.layers[index].tensors.added_once
+
+    @property
+    def axes(self) -> Iterator[Axis]:
+        """The dimensions that ranks divide."""
+        for table in (self.tensors, *(layer.tensors for layer in self.layers)):
+            for rows, columns in table.axes.values():
+                yield from (axis for axis in (*rows, columns) if axis and axis.key)
+
+    def divided(self, num_ranks: int) -> "ModelConfig":
+        """What each of so many ranks has. Its vocab_size is of all ranks the same, and all together
+        may have a few ids more than there are."""
+        own = {layer: layer.divided(num_ranks) for layer in set(self.layers)}
+        return replace(
+            self,
+            embedding=self.embedding.divided(num_ranks),
+            layers=tuple(own[layer] for layer in self.layers),
+            head=self.head.divided(num_ranks),
+            quantization=self.quantization and self.quantization.over_ranks(num_ranks),
+        )
+
+    def check_parts(self, path: str, lacks: Callable[[Part], Collection[str]]) -> None:
+        """path: through the model, its name in error messages. lacks: what that does not compute of
+        a part, in words. Raises UnsupportedFeature."""
+        parts = {part for layer in set(self.layers) for part in layer.parts}
+        if missing := {name for part in parts for name in lacks(part)}:
+            raise UnsupportedFeature(missing, path)
+
+    def part(self, layers: range) -> "ModelConfig":
+        """The model of these layers alone, which count from 0."""
+        return replace(
+            self,
+            layers=self.layers[layers.start : layers.stop],
+            per_layer_inputs=self.per_layer_inputs
+            and replace(self.per_layer_inputs, num_layers=len(layers)),
+            quantization=self.quantization and self.quantization.from_layer(layers.start),
+        )
 
     @property
     def kv_shape(self) -> KVShape:
-        heads = tuple(self.layer_shape(layer).heads for layer in range(self.num_layers))
-        if not self.num_shared_kv_layers:
+        heads = tuple(
+            KVHeads(0, self.head_dim) if layer.attention is None else layer.attention.heads
+            for layer in self.layers
+        )
+        if all(attention.has_keys for attention in self.attentions):
             return KVShape(heads)
         return KVShape(heads, tuple(map(self._kv_source, range(self.num_layers))))
 
+    @property
+    def head_dim(self) -> int:
+        """The most that a head has; 0 where no layer has attention."""
+        return max((attention.head_dim for attention in self.attentions), default=0)
+
     def _kv_source(self, layer: int) -> int:
         """The layer whose keys and values it reads."""
-        first_shared = self.num_layers - self.num_shared_kv_layers
-        if layer < first_shared:
+        attention = self.layers[layer].attention
+        if attention is None or attention.has_keys:
             return layer
-        window = self.windows[layer]
-        return max(each for each in range(first_shared) if self.windows[each] == window)
-
-    def layer_shape(self, layer: int) -> LayerShape:
-        heads, is_full = KVHeads(self.num_kv_heads, self.head_dim), self.windows[layer] is None
-        if is_full and self.full_heads is not None:
-            heads = self.full_heads
-        is_recurrent = self.delta_net_of(layer) is not None
-        if is_recurrent:
-            heads = heads._replace(num_kv_heads=0)
-        is_shared = layer >= self.num_layers - self.num_shared_kv_layers
-        is_wide = is_shared and self.wide_shared_mlps
-        return LayerShape(
-            num_heads=self.num_heads,
-            heads=heads,
-            intermediate_size=self.intermediate_size * (2 if is_wide else 1),
-            has_gates=self.attention_gates,
-            has_keys=not is_shared and not is_recurrent,
-            has_values=not (is_full and self.keys_are_values),
+        return max(
+            index
+            for index, each in enumerate(self.layers[:layer])
+            if each.attention is not None
+            and each.attention.has_keys
+            and each.window == attention.window
         )
 
+    @property
+    def recurrent(self) -> tuple[bool, ...]:
+        """For each layer whether it has a recurrence."""
+        return tuple(layer.delta_net is not None for layer in self.layers)
+
     def kv_layout(self, max_model_len: int) -> KVLayout:
-        if self.delta_net is None:
-            return KVLayout.of(self.windows, max_model_len)
-        layers, state = self.delta_net.layers, self.delta_net.state_shape
-        return KVLayout.of(self.windows, max_model_len, layers, state)
+        num_recurrent = sum(self.recurrent)
+        net = next((layer.delta_net for layer in self.layers if layer.delta_net is not None), None)
+        state = None if net is None else net.state_shape(num_recurrent)
+        recurrent = self.recurrent if num_recurrent else ()
+        return KVLayout.of(self.windows, max_model_len, recurrent, state)
 
     def attention_windows(self, block_size: int) -> dict[AttentionShape, set[int | None]]:
         """Those that layers of each shape have; not of layers with a recurrence."""
         found: dict[AttentionShape, set[int | None]] = {}
-        for layer, window in enumerate(self.windows):
-            heads = self.layer_shape(layer).heads
-            if heads.num_kv_heads:
-                shape = AttentionShape(
-                    num_heads=self.num_heads,
-                    num_kv_heads=heads.num_kv_heads,
-                    head_dim=heads.head_dim,
-                    block_size=block_size,
-                )
-                found.setdefault(shape, set()).add(window)
+        for attention in self.attentions:
+            shape = AttentionShape(
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.num_kv_heads,
+                head_dim=attention.head_dim,
+                block_size=block_size,
+            )
+            found.setdefault(shape, set()).add(attention.window)
         return found
 
-    def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """None where the layer has one MLP alone."""
-        return self.experts if self.experts is not None and self.experts.layers[layer] else None
+    @property
+    def experts(self) -> Experts | None:
+        """Those of each layer that has some; None where none has."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
-    def delta_net_of(self, layer: int) -> DeltaNetConfig | None:
-        """None where the layer has attention."""
-        has_one = self.delta_net is not None and self.delta_net.layers[layer]
-        return self.delta_net if has_one else None
+    @property
+    def num_expert_layers(self) -> int:
+        return sum(layer.experts is not None for layer in self.layers)
 
-    def linear_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(out_features, in_features) of a layer's matrices, by their names in a checkpoint."""
-        experts = self.experts_of(layer)
-        of_experts = {} if experts is None else experts.linear_shapes(self.hidden_size)
-        return self._dense_shapes(layer) | of_experts
-
-    def _dense_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """The same, without experts."""
-        hidden, shape, experts = self.hidden_size, self.layer_shape(layer), self.experts_of(layer)
-        mlp = shape.intermediate_size
-        if self.has_fused_names:
-            return {
-                "self_attn.qkv_proj": (shape.qkv_size, hidden),
-                "self_attn.o_proj": (hidden, shape.query_size),
-                "mlp.gate_up_proj": (2 * mlp, hidden),
-                "mlp.down_proj": (hidden, mlp),
-            }
-        if (net := self.delta_net_of(layer)) is not None:
-            shapes = net.linear_shapes(hidden)
-        else:
-            shapes = {name: (rows, hidden) for name, rows in shape.qkv.items()}
-            shapes["self_attn.o_proj"] = (hidden, shape.query_size)
-        if experts is None or experts.is_beside_mlp:
-            shapes |= {
-                "mlp.gate_proj": (mlp, hidden),
-                "mlp.up_proj": (mlp, hidden),
-                "mlp.down_proj": (hidden, mlp),
-            }
-        if self.per_layer_inputs is not None:
-            shapes |= self.per_layer_inputs.linear_shapes(hidden)
-        return shapes
-
-    def _num_matrix_weights(self, layer: int) -> int:
-        """Elements of a layer's matrices but those of experts and routers."""
-        return sum(rows * columns for rows, columns in self._dense_shapes(layer).values())
-
-    def _num_vector_weights(self, layer: int) -> int:
-        """Of a layer's norms, biases and numbers of its own."""
-        hidden, shape, experts = self.hidden_size, self.layer_shape(layer), self.experts_of(layer)
-        num = 2 * hidden * (self.pre_norms + self.post_norms) + self.layer_scalars
-        net = self.delta_net_of(layer)
-        num += self._num_attention_vectors(shape) if net is None else net.num_small_weights
-        if self.per_layer_inputs is not None:
-            num += hidden  # a norm
+    def routed(self, num_bytes: int) -> RoutedExperts | None:
+        """num_bytes: of all experts of all layers."""
+        experts = self.experts
         if experts is None:
-            num += (2 * shape.intermediate_size + hidden) * self.mlp_bias
-        return num
-
-    def _num_attention_vectors(self, shape: LayerShape) -> int:
-        """Of norms of heads, biases and sinks."""
-        num_heads = 1 + shape.has_keys
-        if self.whole_qk_norm:
-            num_heads = self.num_heads + shape.heads.num_kv_heads
-        num = num_heads * shape.heads.head_dim * self.qk_norm
-        num += shape.qkv_size * self.qkv_bias + self.hidden_size * self.output_bias
-        return num + self.num_heads * self.attention_sinks
+            return None
+        return RoutedExperts(
+            num_layers=self.num_expert_layers,
+            num_experts=experts.num_experts,
+            num_experts_per_token=experts.num_per_token,
+            expert_bytes=num_bytes // (self.num_expert_layers * experts.num_experts),
+        )
 
     @property
     def num_token_weights(self) -> int:
         """Elements of the matrices that a token is multiplied with, but for the output layer."""
-        num = sum(map(self._num_matrix_weights, range(self.num_layers)))
-        if self.per_layer_inputs is not None:
-            num += self.per_layer_inputs.num_projection_weights(self.num_layers, self.hidden_size)
-        if self.experts is not None:
-            each, size = self.experts.num_per_token, self.experts.intermediate_size
-            of_layer = self.hidden_size * (self.experts.num_experts + 3 * each * size)
-            of_layer += self.experts.num_shared_weights(self.hidden_size)
-            num += self.experts.num_layers * of_layer
-        if self.delta_net is not None:
-            num += self.delta_net.num_layers * self.delta_net.num_products_per_token
-        return num
+        inputs = self.per_layer_inputs
+        of_inputs = 0 if inputs is None else TensorTable((inputs,)).num_products()
+        return of_inputs + sum(layer.num_products for layer in self.layers)
 
     @property
     def num_step_weights(self) -> int:
         """Elements that every step reads: all but experts, and the embedding, unless it is the
         output layer too."""
-        layers, hidden = range(self.num_layers), self.hidden_size
-        num = sum(self._num_matrix_weights(i) + self._num_vector_weights(i) for i in layers)
-        if self.experts is not None:
-            of_all = self.experts.num_router_weights(hidden)
-            of_all += self.experts.num_shared_weights(hidden)
-            num += self.experts.num_layers * of_all
-        if self.per_layer_inputs is not None:
-            num += self.per_layer_inputs.num_projection_weights(self.num_layers, hidden)
-            num += self.per_layer_inputs.size  # a norm
-        return num + hidden * (self.vocab_size + 1)
+        num = self.tensors.num_step_weights() - self._num_embedding_weights(is_tied=False)
+        return num + sum(layer.tensors.num_step_weights() for layer in self.layers)
 
     @property
     def num_expert_weights(self) -> int:
         """Elements of all experts."""
-        experts = self.experts
-        if experts is None:
-            return 0
-        return experts.num_layers * experts.num_experts * experts.num_weights(self.hidden_size)
+        return sum(layer.tensors.num_routed_weights() for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
-        num = self.num_step_weights + self.num_expert_weights + self._num_embedding_weights
-        if self.per_layer_inputs is not None:
-            num += self.per_layer_inputs.num_table_weights(self.num_layers)
-        return num
+        num = self.num_step_weights + self.num_expert_weights
+        return num + self._num_embedding_weights(is_tied=self.head.is_tied) + self.table_bytes(1)
 
-    @property
-    def _num_embedding_weights(self) -> int:
-        return 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+    def _num_embedding_weights(self, *, is_tied: bool) -> int:
+        return 0 if is_tied else self.vocab_size * self.hidden_size
 
     def table_bytes(self, dtype_bytes: int) -> int:
-        """Of the table of `per_layer_inputs`, which a GPU has in its memory."""
-        if self.per_layer_inputs is None:
-            return 0
-        return self.per_layer_inputs.num_table_weights(self.num_layers) * dtype_bytes
+        """The bytes of the table of `per_layer_inputs`, which a GPU has in its memory."""
+        inputs = self.per_layer_inputs
+        return 0 if inputs is None else prod(inputs.table_shape) * dtype_bytes
 
     def weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of all weights, before any is read: what a device needs for them, without the table of
-        `per_layer_inputs`, which stays in its file on a processor.
+        """The bytes of all weights, before any is read: what a device needs for them, without the
+        table of `per_layer_inputs`, which stays in its file on a processor.
 
         dtype_bytes: of the type in which they are computed. kept: None where all layers stay as
         they are stored.
         """
         read = self.step_weight_bytes(dtype_bytes, kept) + self.expert_bytes(dtype_bytes, kept)
-        return read + self._num_embedding_weights * dtype_bytes
+        return read + self._num_embedding_weights(is_tied=self.head.is_tied) * dtype_bytes
 
     def step_weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of the weights that every step reads, as `ModelInfo.weight_bytes`."""
-        saved = self._saved_bytes(dtype_bytes, kept, are_experts=False)
+        """The bytes of the weights that every step reads, as `ModelInfo.weight_bytes`."""
+        saved = self._saved_bytes(dtype_bytes, kept, are_routed=False)
         return self.num_step_weights * dtype_bytes - saved
 
     def expert_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of all experts."""
-        saved = self._saved_bytes(dtype_bytes, kept, are_experts=True)
+        """The bytes of all experts."""
+        saved = self._saved_bytes(dtype_bytes, kept, are_routed=True)
         return self.num_expert_weights * dtype_bytes - saved
 
     @property
     def weight_formats(self) -> frozenset[str]:
-        """Of the linear layers that are quantized in the checkpoint."""
+        """The formats of the linear layers that are quantized in the checkpoint."""
         return frozenset(scheme.weight_format for _, scheme, _ in self.quantized_layers())
 
-    def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None, *, are_experts: bool) -> int:
+    def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None, *, are_routed: bool) -> int:
         """How many fewer bytes the layers have that are quantized."""
         saved = 0
-        for name, scheme, (rows, columns) in self.quantized_layers():
-            if (".experts." in name) is not are_experts:
+        for _, scheme, (rows, columns), linear in self._quantized():
+            if (linear.num_used is not None) is not are_routed:
                 continue
             held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
             if held is not None:
@@ -341,22 +311,25 @@ class ModelConfig:
 
     def quantized_layers(self) -> Iterator[tuple[str, Scheme, tuple[int, int]]]:
         """The name, scheme and shape of each matrix that config.json says is quantized."""
+        for name, scheme, shape, _ in self._quantized():
+            yield name, scheme, shape
+
+    def _quantized(self) -> Iterator[tuple[str, Scheme, tuple[int, int], LinearSpec]]:
         if self.quantization is not None:
-            for name, shape in self._linears():
+            for name, shape, linear in self._quantizable():
                 scheme = self.quantization.scheme_of_part(name, shape)
                 if scheme is not None:
-                    yield name, scheme, shape
+                    yield name, scheme, shape, linear
 
-    def _linears(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """The name and shape of each matrix but the embedding and routers."""
-        for index in range(self.num_layers):
-            for name, shape in self.linear_shapes(index).items():
-                yield f"model.layers.{index}.{name}", shape
-        if self.per_layer_inputs is not None:
-            shape = self.per_layer_inputs.projection_shape(self.num_layers, self.hidden_size)
-            yield PROJECTION, shape
-        if not self.tied_embeddings:
-            yield "lm_head", (self.vocab_size, self.hidden_size)
+    def _quantizable(self) -> Iterator[tuple[str, tuple[int, int], LinearSpec]]:
+        for index, layer in enumerate(self.layers):
+            for name, shape, linear in layer.tensors.quantizable():
+                yield f"{LAYER}{index}.{name}", shape, linear
+        yield from self.tensors.quantizable()
+
+    def matrix_weights(self, layer: int) -> int:
+        """Elements of a layer's matrices that a checkpoint may quantize: all but routers."""
+        return sum(prod(shape) for _, shape, _ in self.layers[layer].tensors.quantizable())
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
@@ -378,67 +351,40 @@ class ModelConfig:
                 f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
                 "is not supported; use a model with causal attention"
             )
-        num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
-        num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
-        num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
-        hidden_size = fields.count("hidden_size", most=MAX_WIDTH)
-        head_dim = fields.count("head_dim", default=hidden_size // num_heads, most=_MAX_HEAD_DIM)
+        outline = Outline.read(fields, family)
         check_neutral(fields, family.computes)
-        vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
-        if num_heads % num_kv_heads:
-            raise InvalidModel(
-                f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of "
-                f"num_key_value_heads ({num_kv_heads})"
-            )
-        if head_dim % 2:
-            raise InvalidModel(
-                f"{fields.path}: head_dim is {head_dim}; it must be even, because rotary positions "
-                "rotate pairs of dimensions"
-            )
-        windows = family.windows(fields, num_layers)
-        flags = {
-            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-            "activation": family.activation,
-            **family.ropes(fields, Head(head_dim, windows)),
-            **family.flags(fields),
-        }
-        if is_number(flags.get("attention_scale"), head_dim**-0.5):
-            del flags["attention_scale"]
+        outline.check()
+        design = family.design(fields)
+        layers, rope = outline.layers(design, family)
+        sizes = {"hidden_size": outline.hidden_size, "vocab_size": outline.vocab_size}
         config = cls(
             family=name,
             is_wrapped=is_wrapped,
-            has_fused_names=family.has_fused_names,
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=_intermediate_size(fields, flags.get("experts")),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_model_len=longest_sequence(fields, flags["rope"]),
-            windows=windows,
-            tied_embeddings=_has_tied_embeddings(outer, fields, model_dir)
-            if is_wrapped
-            else fields.flag("tie_word_embeddings"),
+            hidden_size=outline.hidden_size,
+            max_model_len=longest_sequence(fields, rope),
+            norm=replace(design.norm, eps=design.norm.eps or fields.number("rms_norm_eps", 1e-6)),
+            embedding=Embedding(**sizes, multiplier=design.embedding_multiplier),
+            layers=layers,
+            head=Head(
+                **sizes,
+                is_tied=_has_tied_embeddings(outer, fields, model_dir)
+                if is_wrapped
+                else fields.flag("tie_word_embeddings"),
+                multiplier=design.logit_multiplier,
+                softcap=design.logit_softcap,
+            ),
             eos_token_ids=eos_token_ids(
                 fields if outer.get("eos_token_id") is None else outer,
                 model_dir / "generation_config.json",
-                vocab_size,
+                outline.vocab_size,
             ),
             quantization=quantization,
-            **flags,
+            per_layer_inputs=design.per_layer_inputs,
         )
-        check_keys(fields, family.without_effect, head_dim=head_dim, has_encoders=False)
+        check_keys(fields, family.without_effect, head_dim=outline.head_dim, has_encoders=False)
         if is_wrapped:
-            check_keys(outer, family.without_effect, head_dim=head_dim, has_encoders=True)
+            check_keys(outer, family.without_effect, head_dim=outline.head_dim, has_encoders=True)
         return config
-
-
-def _intermediate_size(fields: Fields, experts: ExpertsConfig | None) -> int:
-    """0 where no layer has one MLP, and none is given."""
-    if experts is not None and all(experts.layers) and fields.get("intermediate_size") is None:
-        return 0
-    return fields.count("intermediate_size", most=MAX_WIDTH)
 
 
 def _check_activation(fields: Fields, activation: str) -> None:
@@ -488,10 +434,5 @@ def _token_ids(fields: Fields) -> list[int] | None:
     return each
 
 
-# Far more than any model has: absurd sizes are refused before anything is allocated for them.
-_MAX_LAYERS = 10_000
-_MAX_HEADS = 2**16
-_MAX_HEAD_DIM = 2**16
-_MAX_VOCABULARY = 2**24
 # The names that config.json has for each.
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_tanh")}

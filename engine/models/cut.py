@@ -7,18 +7,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Of a dimension of `whole`, [begin, end); beyond `whole` are zeros."""
-
-    whole: int
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
+from penstock.engine.models.parts.tensors import Span
 
 
 class CannotCut(ValueError):

@@ -11,7 +11,7 @@ class UnsupportedFeature(InvalidModel):
     """The architecture has something that this path through the model does not compute."""
 
     def __init__(self, features: Iterable[str], path: str) -> None:
-        """features: names of fields of `ModelConfig`. path: its name in error messages."""
+        """features: in words. path: its name in error messages."""
         super().__init__(
             f"this model has {', '.join(sorted(features))}, which {path} does not support; "
             "torch on the CPU does (--device cpu)"

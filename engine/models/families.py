@@ -1,21 +1,24 @@
-"""The families of models that are served: a row of flags each, in which it differs from Llama.
+"""The families of models that are served: a row each, with the design of its layers.
 
-One more family is one more row here, if its layers have nothing that `ModelConfig` lacks. Source of
-all facts: the classes of transformers with these names, which the tests compare with.
+One more family is one more row here, if its layers are made of parts that there are. Source of all
+facts: the classes of transformers with these names, which the tests compare with.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 from penstock.engine.models import gemma4
-from penstock.engine.models.delta_net import read_delta_net
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.experts import MAX_WIDTH, qwen_layers, read_experts
 from penstock.engine.models.formats import unsupported_family
 from penstock.engine.models.json_file import Fields, shown
+from penstock.engine.models.outline import Design, Head, Ropes
+from penstock.engine.models.parts.activation import Activation
+from penstock.engine.models.parts.attention.config import HeadNorms
+from penstock.engine.models.parts.delta_net.config import read_delta_net
+from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, read_experts
+from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.rope import RopeSettings
 from penstock.engine.models.windows import (
     FULL,
@@ -30,31 +33,24 @@ from penstock.engine.models.windows import (
     unless_off,
 )
 
-# Fields of `ModelConfig` with their values.
-Flags = Mapping[str, Any]
+
+def _one_rope(fields: Fields, head: Head) -> Ropes:
+    return Ropes(rope=RopeSettings(fields).for_all_layers(head.dim))
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What the rotation of a layer's heads depends on besides its settings."""
-
-    dim: int
-    windows: Windows
-
-
-def _one_rope(fields: Fields, head: Head) -> Flags:
-    return {"rope": RopeSettings(fields).for_all_layers(head.dim)}
-
-
-def _biases(fields: Fields) -> Flags:
+def _llama(fields: Fields) -> Design:
+    """Llama's layers, with the biases that config.json names."""
     has_bias = fields.flag("attention_bias")
-    return {"qkv_bias": has_bias, "output_bias": has_bias, "mlp_bias": fields.flag("mlp_bias")}
+    return Design(
+        attention={"qkv_bias": has_bias, "output_bias": has_bias},
+        mlp={"has_bias": fields.flag("mlp_bias")},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """architecture: its class in transformers. flags, ropes, windows: fields of `ModelConfig`, from
-    config.json; what they ask it for is understood. defaults: of keys that config.json may lack,
+    """architecture: its class in transformers. design, ropes, windows: read config.json; the keys
+    that they ask it for are understood. defaults: of keys that config.json may lack,
     where they are not Llama's. computes: keys of `rope_parameters` that it understands and others
     do not. without_effect: keys that change the answer in other families alone. has_fused_names:
     whether q, k, v, and gate, up, are one tensor each. exceeds_float16: whether activations of its
@@ -62,8 +58,8 @@ class Family:
     """
 
     architecture: str
-    flags: Callable[[Fields], Flags] = _biases
-    ropes: Callable[[Fields, Head], Flags] = _one_rope
+    design: Callable[[Fields], Design] = _llama
+    ropes: Callable[[Fields, Head], Ropes] = _one_rope
     windows: Callable[[Fields, int], Windows] = no_window
     activation: str = "silu"
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -76,24 +72,26 @@ class Family:
 # ---- Qwen ---------------------------------------------------------------------------------------
 
 
-def _qwen2(fields: Fields) -> Flags:
+def _qwen2(fields: Fields) -> Design:
     fields.get("attention_bias")  # its layers have these biases in any case
-    return {"qkv_bias": True, "mlp_bias": fields.flag("mlp_bias")}
+    return Design(attention={"qkv_bias": True}, mlp={"has_bias": fields.flag("mlp_bias")})
 
 
-def _qwen3(fields: Fields) -> Flags:
-    return {**_biases(fields), "qk_norm": True}
+def _qwen3(fields: Fields) -> Design:
+    return _llama(fields).with_attention(head_norms=HeadNorms.EACH)
 
 
-def _qwen3_moe(fields: Fields) -> Flags:
+def _qwen3_moe(fields: Fields) -> Design:
     has_bias = fields.flag("attention_bias")
-    experts = read_experts(
-        fields,
-        qwen_layers(fields),
-        intermediate_size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
-        is_normed=fields.flag("norm_topk_prob"),
+    return Design(
+        attention={"qkv_bias": has_bias, "output_bias": has_bias, "head_norms": HeadNorms.EACH},
+        experts=read_experts(
+            fields,
+            size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+            is_normed=fields.flag("norm_topk_prob"),
+        ),
+        have_experts=qwen_layers(fields),
     )
-    return {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": True, "experts": experts}
 
 
 def _qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
@@ -113,42 +111,46 @@ _QWEN3_5 = {
 }
 
 
+# Weights of norms are stored less 1, and multiplied in float32.
+_OFFSET_NORM = NormKind(eps=0.0, is_wide=True, offset=1.0)
 _QWEN3_5_ROPE = frozenset({"partial_rotary_factor"})
 # Of the layer that drafts the token after the next.
 _QWEN3_5_UNUSED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
-def _qwen3_5(fields: Fields) -> Flags:
+def _qwen3_5(fields: Fields) -> Design:
     has_bias = fields.flag("attention_bias")
     if not fields.flag("attn_output_gate", default=True):
         raise fields.wrong("attn_output_gate", "true", False)
     # The type in which other programs keep the states; here it is float32.
     fields.get("mamba_ssm_dtype")
-    return {
-        "qkv_bias": has_bias,
-        "output_bias": has_bias,
-        "qk_norm": True,
-        "wide_norms": True,
-        "norm_offset": 1.0,
-        "attention_gates": True,
-        "delta_net": read_delta_net(fields),
-    }
+    delta_net, have_delta_net = read_delta_net(fields)
+    return Design(
+        attention={
+            "qkv_bias": has_bias,
+            "output_bias": has_bias,
+            "head_norms": HeadNorms.EACH,
+            "has_gates": True,
+        },
+        norm=_OFFSET_NORM,
+        delta_net=delta_net,
+        have_delta_net=have_delta_net,
+    )
 
 
-def _qwen3_5_moe(fields: Fields) -> Flags:
+def _qwen3_5_moe(fields: Fields) -> Design:
     experts = read_experts(
         fields,
-        (True,) * fields.count("num_hidden_layers"),
-        intermediate_size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
         is_normed=True,
         shared_size=fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH),
     )
     if experts is None:
         raise fields.wrong("num_experts", "a positive integer", 0)
-    return {**_qwen3_5(fields), "experts": experts}
+    return replace(_qwen3_5(fields), experts=experts)
 
 
-def _qwen3_5_rope(fields: Fields, head: Head) -> Flags:
+def _qwen3_5_rope(fields: Fields, head: Head) -> Ropes:
     """Of images and text, a position has three numbers, which take turns in the pairs of a head as
     mrope_section says; those of a text are equal, so that it rotates as any other."""
     return _partial_rope(fields, head, 0.25)
@@ -161,14 +163,14 @@ def _every_layer(fields: Fields, num_layers: int) -> Windows:
 # ---- Phi ----------------------------------------------------------------------------------------
 
 
-def _phi3_rope(fields: Fields, head: Head) -> Flags:
+def _phi3_rope(fields: Fields, head: Head) -> Ropes:
     # "su" and "yarn" are what the first Phi-3 called LongRoPE.
     return _partial_rope(fields, head, 1.0, {"su": "longrope", "yarn": "longrope"})
 
 
 def _partial_rope(
     fields: Fields, head: Head, default: float, kinds: Mapping[str, str] = MappingProxyType({})
-) -> Flags:
+) -> Ropes:
     """default: of the share of a head that is rotated. kinds: see `RopeSettings`."""
     settings = RopeSettings(fields)
     rotary_dim = int(head.dim * settings.share_of_head(default))
@@ -178,7 +180,8 @@ def _partial_rope(
             "dimensions; it must be an even number of them"
         )
     rope = settings.for_all_layers(rotary_dim, kinds)
-    return {"rope": rope, "rotary_dim": None if rotary_dim == head.dim else rotary_dim}
+    attention = {} if rotary_dim == head.dim else {"rotary_dim": rotary_dim}
+    return Ropes(rope=rope, attention=attention)
 
 
 # ---- SmolLM -------------------------------------------------------------------------------------
@@ -199,10 +202,10 @@ def _have_rope(fields: Fields, num_layers: int) -> list[int]:
     return given
 
 
-def _smollm3_rope(fields: Fields, head: Head) -> Flags:
+def _smollm3_rope(fields: Fields, head: Head) -> Ropes:
     rope = RopeSettings(fields).for_all_layers(head.dim)
     have_rope = _have_rope(fields, len(head.windows))
-    return {"rope": rope, "layer_ropes": tuple(rope if each else None for each in have_rope)}
+    return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in have_rope))
 
 
 def _smollm3_windows(fields: Fields, num_layers: int) -> Windows:
@@ -213,25 +216,25 @@ def _smollm3_windows(fields: Fields, num_layers: int) -> Windows:
 # ---- Mistral ------------------------------------------------------------------------------------
 
 
-def _ministral3_rope(fields: Fields, head: Head) -> Flags:
+def _ministral3_rope(fields: Fields, head: Head) -> Ropes:
     settings = RopeSettings(fields)
-    return {"rope": settings.for_all_layers(head.dim), "query_scaling": settings.query_scaling()}
+    rope = settings.for_all_layers(head.dim)
+    return Ropes(rope=rope, attention={"query_scaling": settings.query_scaling()})
 
 
 # ---- Granite ------------------------------------------------------------------------------------
 
 
-def _granite(fields: Fields) -> Flags:
+def _granite(fields: Fields) -> Design:
     """Its residual stream, x + m * f(norm(x)), is computed as x / m: RMSNorm gives the same for
     both, with its eps divided by m squared. So nothing is multiplied but the embedding."""
     residual = fields.number("residual_multiplier", 1.0)
-    return {
-        **_biases(fields),
-        "attention_scale": fields.number("attention_multiplier", 1.0),
-        "embedding_multiplier": fields.number("embedding_multiplier", 1.0) / residual,
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6) / residual**2,
-        "logit_multiplier": 1 / fields.number("logits_scaling", 1.0),
-    }
+    return replace(
+        _llama(fields).with_attention(scale=fields.number("attention_multiplier", 1.0)),
+        norm=NormKind(eps=fields.number("rms_norm_eps", 1e-6) / residual**2),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0) / residual,
+        logit_multiplier=1 / fields.number("logits_scaling", 1.0),
+    )
 
 
 # ---- OLMo ---------------------------------------------------------------------------------------
@@ -239,41 +242,35 @@ def _granite(fields: Fields) -> Flags:
 _OLMO = {"rms_norm_eps": 1e-5}
 
 
-def _olmo2(fields: Fields) -> Flags:
-    return {
-        **_biases(fields),
-        "qk_norm": True,
-        "whole_qk_norm": True,
-        "pre_norms": False,
-        "post_norms": True,
-        "wide_norms": True,
-    }
+def _olmo2(fields: Fields) -> Design:
+    return replace(
+        _llama(fields).with_attention(head_norms=HeadNorms.WHOLE),
+        norms={"pre": False, "post": True},
+        norm=NormKind(eps=0.0, is_wide=True),
+    )
 
 
 def _olmo3_windows(fields: Fields, num_layers: int) -> Windows:
     return by_layer_types(fields, num_layers, every(num_layers, 4))
 
 
-def _olmo3_rope(fields: Fields, head: Head) -> Flags:
+def _olmo3_rope(fields: Fields, head: Head) -> Ropes:
     return _ropes_by_kind(fields, head, fields.number("rope_theta"))
 
 
 # ---- Seed-OSS -----------------------------------------------------------------------------------
 
 
-def _seed_oss(fields: Fields) -> Flags:
-    return {
-        "qkv_bias": fields.flag("attention_bias"),
-        "output_bias": fields.flag("attention_out_bias"),
-        "mlp_bias": fields.flag("mlp_bias"),
-    }
+def _seed_oss(fields: Fields) -> Design:
+    return _llama(fields).with_attention(output_bias=fields.flag("attention_out_bias"))
 
 
 # ---- EXAONE -------------------------------------------------------------------------------------
 
 
-def _exaone4(fields: Fields) -> Flags:
-    return {"qk_norm": True, "pre_norms": False, "post_norms": True}
+def _exaone4(fields: Fields) -> Design:
+    attention = {"head_norms": HeadNorms.EACH}
+    return Design(attention=attention, norms={"pre": False, "post": True})
 
 
 def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
@@ -285,12 +282,12 @@ def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
     return by_layer_types(fields, num_layers, every(num_layers, interval))
 
 
-def _exaone4_rope(fields: Fields, head: Head) -> Flags:
+def _exaone4_rope(fields: Fields, head: Head) -> Ropes:
     """Where some layers have a window, only these have rotary positions."""
     rope = RopeSettings(fields).for_all_layers(head.dim)
     if not any(head.windows):
-        return {"rope": rope}
-    return {"rope": rope, "layer_ropes": tuple(rope if each else None for each in head.windows)}
+        return Ropes(rope=rope)
+    return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in head.windows))
 
 
 # ---- Gemma --------------------------------------------------------------------------------------
@@ -313,16 +310,14 @@ _GEMMA3 = {
 }
 
 
-def _gemma3(fields: Fields) -> Flags:
-    return {
-        **_biases(fields),
-        "qk_norm": True,
-        "post_norms": True,
-        "wide_norms": True,
-        "norm_offset": 1.0,
-        "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
-        "embedding_multiplier": math.sqrt(fields.count("hidden_size")),
-    }
+def _gemma3(fields: Fields) -> Design:
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    return replace(
+        _llama(fields).with_attention(head_norms=HeadNorms.EACH, scale=scale),
+        norms={"post": True},
+        norm=_OFFSET_NORM,
+        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
+    )
 
 
 def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
@@ -331,22 +326,16 @@ def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
     return by_layer_types(fields, num_layers, every(num_layers, pattern))
 
 
-def _gemma3_rope(fields: Fields, head: Head) -> Flags:
+def _gemma3_rope(fields: Fields, head: Head) -> Ropes:
     return _ropes_by_kind(fields, head, 10_000.0)
 
 
-def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Flags:
+def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Ropes:
     settings = RopeSettings(fields)
     rope = settings.by_kind("full_attention", head.dim, local_theta)
     local = settings.by_kind(SLIDING, head.dim, local_theta)
-    return {
-        "rope": rope,
-        "layer_ropes": tuple(rope if window is None else local for window in head.windows),
-    }
-
-
-def _gemma4_rope(fields: Fields, head: Head) -> Flags:
-    return gemma4.ropes(fields, head.dim, head.windows)
+    by_layer = tuple(rope if window is None else local for window in head.windows)
+    return Ropes(rope=rope, by_layer=by_layer)
 
 
 # ---- gpt-oss ------------------------------------------------------------------------------------
@@ -371,35 +360,30 @@ _GPT_OSS_ROPE = {
 }
 
 
-def _gpt_oss(fields: Fields) -> Flags:
+def _gpt_oss(fields: Fields) -> Design:
     has_bias = fields.flag("attention_bias")
+    alpha = fields.number("swiglu_alpha", 1.702)
     experts = read_experts(
         fields,
-        (True,) * fields.count("num_hidden_layers"),
-        intermediate_size=fields.count("intermediate_size", most=MAX_WIDTH),
+        size=fields.count("intermediate_size", most=MAX_WIDTH),
         is_normed=True,
         has_biases=True,
         router="mlp.router",
+        activation=Activation(clamp=(alpha, fields.number("swiglu_limit", 7.0))),
     )
     if experts is None:
         raise fields.wrong("num_local_experts", "a positive integer", 0)
-    return {
-        "qkv_bias": has_bias,
-        "output_bias": has_bias,
-        "attention_sinks": True,
-        "experts": experts,
-        "clamped_swiglu": (
-            fields.number("swiglu_alpha", 1.702),
-            fields.number("swiglu_limit", 7.0),
-        ),
-    }
+    return Design(
+        attention={"qkv_bias": has_bias, "output_bias": has_bias, "has_sinks": True},
+        experts=experts,
+    )
 
 
 def _gpt_oss_windows(fields: Fields, num_layers: int) -> Windows:
     return by_layer_types(fields, num_layers, every(num_layers, 2))
 
 
-def _gpt_oss_rope(fields: Fields, head: Head) -> Flags:
+def _gpt_oss_rope(fields: Fields, head: Head) -> Ropes:
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         fields = fields.with_defaults({"rope_scaling": _GPT_OSS_ROPE})
     return _one_rope(fields, head)
@@ -409,10 +393,10 @@ def _gpt_oss_rope(fields: Fields, head: Head) -> Flags:
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
     "mistral": Family(architecture="MistralForCausalLM", windows=mistral),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", flags=_qwen2, windows=qwen),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", design=_qwen2, windows=qwen),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        flags=_qwen3,
+        design=_qwen3,
         windows=qwen,
         # Qwen3's heads are wider than hidden_size / num_heads.
         defaults={"head_dim": 128},
@@ -420,7 +404,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        flags=_qwen3_moe,
+        design=_qwen3_moe,
         windows=_qwen3_moe_windows,
         defaults={
             "num_key_value_heads": 4,
@@ -431,7 +415,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         architecture="Qwen3_5ForCausalLM",
-        flags=_qwen3_5,
+        design=_qwen3_5,
         ropes=_qwen3_5_rope,
         windows=_every_layer,
         defaults={**_QWEN3_5, "intermediate_size": 12288},
@@ -440,7 +424,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         architecture="Qwen3_5MoeForCausalLM",
-        flags=_qwen3_5_moe,
+        design=_qwen3_5_moe,
         ropes=_qwen3_5_rope,
         windows=_every_layer,
         defaults={
@@ -456,7 +440,7 @@ FAMILIES = {
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
-        flags=_gpt_oss,
+        design=_gpt_oss,
         ropes=_gpt_oss_rope,
         windows=_gpt_oss_windows,
         defaults=_GPT_OSS,
@@ -465,7 +449,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        flags=lambda fields: {},
+        design=lambda fields: Design(),
         ropes=_phi3_rope,
         windows=all_or_none,
         defaults={"rms_norm_eps": 1e-5},
@@ -480,37 +464,37 @@ FAMILIES = {
     ),
     "ministral3": Family(
         architecture="Ministral3ForCausalLM",
-        flags=lambda fields: {},
+        design=lambda fields: Design(),
         ropes=_ministral3_rope,
         windows=all_or_none,
         defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         computes=frozenset({"llama_4_scaling_beta"}),
     ),
-    "granite": Family(architecture="GraniteForCausalLM", flags=_granite),
-    "olmo2": Family(architecture="Olmo2ForCausalLM", flags=_olmo2, defaults=_OLMO),
+    "granite": Family(architecture="GraniteForCausalLM", design=_granite),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", design=_olmo2, defaults=_OLMO),
     "olmo3": Family(
         architecture="Olmo3ForCausalLM",
-        flags=_olmo2,
+        design=_olmo2,
         ropes=_olmo3_rope,
         windows=_olmo3_windows,
         defaults={**_OLMO, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
-        flags=_seed_oss,
+        design=_seed_oss,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     ),
     "exaone4": Family(
         architecture="Exaone4ForCausalLM",
-        flags=_exaone4,
+        design=_exaone4,
         ropes=_exaone4_rope,
         windows=_exaone4_windows,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "gemma4_text": Family(
         architecture="Gemma4ForCausalLM",
-        flags=gemma4.flags,
-        ropes=_gemma4_rope,
+        design=gemma4.design,
+        ropes=gemma4.ropes,
         windows=gemma4.windows,
         activation="gelu_tanh",
         defaults=gemma4.DEFAULTS,
@@ -518,8 +502,8 @@ FAMILIES = {
     ),
     "gemma4_unified_text": Family(
         architecture="Gemma4UnifiedForCausalLM",
-        flags=gemma4.flags,
-        ropes=_gemma4_rope,
+        design=gemma4.design,
+        ropes=gemma4.ropes,
         windows=gemma4.windows,
         activation="gelu_tanh",
         defaults=gemma4.UNIFIED_DEFAULTS,
@@ -527,7 +511,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
-        flags=_gemma3,
+        design=_gemma3,
         ropes=_gemma3_rope,
         windows=_gemma3_windows,
         activation="gelu_tanh",

@@ -1,4 +1,4 @@
-"""What config.json says of Gemma 4, in the terms of `ModelConfig`. Imports no tensors.
+"""What config.json says of Gemma 4, as a `Design`. Imports no tensors.
 
 Source: transformers' Gemma4TextConfig, and Gemma4UnifiedTextConfig of the 12B. Newer versions of it
 write `per_layer_config` in place of the keys for layers of full attention.
@@ -6,14 +6,20 @@ write `per_layer_config` in place of the keys for layers of full attention.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.memory.kv_shape import KVHeads
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.experts import MAX_WIDTH, ExpertsConfig, read_experts
 from penstock.engine.models.json_file import Fields, shown_json
-from penstock.engine.models.per_layer_inputs import PerLayerInputsConfig
-from penstock.engine.models.rope import RopeConfig, RopeSettings
+from penstock.engine.models.layer import Layer
+from penstock.engine.models.outline import Design, Head, Ropes
+from penstock.engine.models.parts.activation import Activation
+from penstock.engine.models.parts.attention.config import HeadNorms
+from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
+from penstock.engine.models.parts.norm.config import NormKind
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
+from penstock.engine.models.rope import RopeSettings
 from penstock.engine.models.windows import FULL, SLIDING, Windows, by_layer_types, every
 
 UNIFIED_DEFAULTS: Mapping[str, Any] = {
@@ -49,8 +55,8 @@ _ROPES = {
 }
 
 
-def flags(fields: Fields) -> dict[str, Any]:
-    """Those of `Family.flags`."""
+def design(fields: Fields) -> Design:
+    """See `Family`."""
     if fields.text("use_bidirectional_attention") not in (None, "vision"):
         raise InvalidModel(
             f"{fields.path} has use_bidirectional_attention: "
@@ -59,27 +65,47 @@ def flags(fields: Fields) -> dict[str, Any]:
         )
     has_bias = fields.flag("attention_bias")
     num_layers = fields.count("num_hidden_layers")
-    num_shared = fields.count("num_kv_shared_layers", default=0, least=0)
-    _check_sources(fields, num_layers, num_shared)
+    first_shared = num_layers - fields.count("num_kv_shared_layers", default=0, least=0)
+    _check_sources(fields, num_layers, num_layers - first_shared)
+    full_heads = _full_heads(fields, num_layers)
+    keys_are_values = fields.flag("attention_k_eq_v")
+    are_wide = fields.flag("use_double_wide_mlp")
+
+    def by_layer(index: int, layer: Layer) -> Layer:
+        attention, mlp = layer.attention, layer.mlp
+        assert attention is not None and mlp is not None, index
+        if attention.window is None:
+            attention = replace(attention, has_values=not keys_are_values)
+            if full_heads is not None:
+                attention = replace(
+                    attention,
+                    num_kv_heads=full_heads.num_kv_heads,
+                    head_dim=full_heads.head_dim,
+                    kv_heads_key="num_global_key_value_heads",
+                )
+        if index >= first_shared:
+            attention = replace(attention, has_keys=False)
+            mlp = replace(mlp, size=mlp.size * 2) if are_wide else mlp
+        return replace(layer, mixer=attention, mlp=mlp)
+
     softcap = fields.get("final_logit_softcapping")
-    return {
-        "qkv_bias": has_bias,
-        "output_bias": has_bias,
-        "qk_norm": True,
-        "post_norms": True,
-        "wide_norms": True,
-        "attention_scale": 1.0,
-        "embedding_multiplier": math.sqrt(fields.count("hidden_size")),
-        "full_heads": _full_heads(fields, num_layers),
-        "keys_are_values": fields.flag("attention_k_eq_v"),
-        "value_norm": True,
-        "num_shared_kv_layers": num_shared,
-        "wide_shared_mlps": fields.flag("use_double_wide_mlp") and num_shared > 0,
-        "layer_scalars": True,
-        "per_layer_inputs": _per_layer_inputs(fields),
-        "logit_softcap": fields.number("final_logit_softcapping") if softcap else None,
-        "experts": _experts(fields, num_layers),
-    }
+    return Design(
+        attention={
+            "qkv_bias": has_bias,
+            "output_bias": has_bias,
+            "head_norms": HeadNorms.EACH,
+            "scale": 1.0,
+            "norms_values": True,
+        },
+        norms={"post": True},
+        norm=NormKind(eps=0.0, is_wide=True),
+        experts=_experts(fields),
+        per_layer_inputs=_per_layer_inputs(fields, num_layers),
+        has_scalars=True,
+        by_layer=by_layer,
+        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
+        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
+    )
 
 
 def windows(fields: Fields, num_layers: int) -> Windows:
@@ -88,16 +114,16 @@ def windows(fields: Fields, num_layers: int) -> Windows:
     return (*found[:-1], None)
 
 
-def ropes(fields: Fields, head_dim: int, windows: Windows) -> dict[str, Any]:
-    """Those of `Family.ropes`. head_dim: of layers with a window."""
+def ropes(fields: Fields, head: Head) -> Ropes:
+    """See `Family`. head: of layers with a window."""
     if fields.get("rope_parameters") is None:
         fields = Fields(fields.path, {**fields.content, "rope_parameters": _ROPES})
     settings = RopeSettings(fields)
-    full_heads = _full_heads(fields, len(windows))
-    full = settings.by_kind(FULL, full_heads.head_dim if full_heads else head_dim, 10_000.0)
-    local = settings.by_kind(SLIDING, head_dim, 10_000.0)
-    layer_ropes: tuple[RopeConfig, ...] = tuple(full if each is None else local for each in windows)
-    return {"rope": full, "layer_ropes": layer_ropes}
+    full_heads = _full_heads(fields, len(head.windows))
+    full = settings.by_kind(FULL, full_heads.head_dim if full_heads else head.dim, 10_000.0)
+    local = settings.by_kind(SLIDING, head.dim, 10_000.0)
+    by_layer = tuple(full if each is None else local for each in head.windows)
+    return Ropes(rope=full, by_layer=by_layer)
 
 
 def _check_sources(fields: Fields, num_layers: int, num_shared: int) -> None:
@@ -176,7 +202,7 @@ def _by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHeads:
     return kinds.pop()
 
 
-def _per_layer_inputs(fields: Fields) -> PerLayerInputsConfig | None:
+def _per_layer_inputs(fields: Fields, num_layers: int) -> PerLayerInputs | None:
     size = fields.count("hidden_size_per_layer_input", default=0, least=0, most=MAX_WIDTH)
     vocab_size = fields.count("vocab_size_per_layer_input", default=fields.count("vocab_size"))
     if not size:
@@ -186,10 +212,15 @@ def _per_layer_inputs(fields: Fields) -> PerLayerInputsConfig | None:
             f"{fields.path}: vocab_size_per_layer_input ({vocab_size}) must be at least vocab_size "
             f"({fields.count('vocab_size')})"
         )
-    return PerLayerInputsConfig(size, vocab_size)
+    return PerLayerInputs(
+        hidden_size=fields.count("hidden_size"),
+        num_layers=num_layers,
+        size=size,
+        vocab_size=vocab_size,
+    )
 
 
-def _experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
+def _experts(fields: Fields) -> Experts | None:
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not fields.flag("enable_moe_block"):
         for key in keys:  # without an effect
@@ -197,13 +228,13 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
         return None
     return read_experts(
         fields,
-        (True,) * num_layers,
-        intermediate_size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
         is_normed=True,
         num_per_token="top_k_experts",
         router="router.proj",
         experts="experts",
         is_beside_mlp=True,
+        activation=Activation(is_gelu=True),
     )
 
 

@@ -15,15 +15,13 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from penstock.engine.memory.kv_layout import GroupPool, KVLayout
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.config import LAYER, ModelConfig, index_and_name
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.per_layer_inputs import PROJECTION, TABLE, PerLayerInputsConfig
+from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION, TABLE, PerLayerInputs
 from penstock.engine.models.quantization.schemes import KeptBytes
-from penstock.engine.models.shard import FEATURES
 from penstock.engine.models.weights import WeightSource
 from penstock.scheduler.errors import InvalidConfig
 
-_LAYER = "model.layers."
 _PLAIN_BYTES = 2
 
 
@@ -38,27 +36,24 @@ class Stage:
     def __post_init__(self) -> None:
         """Raises InvalidConfig for a model that cannot be cut so."""
         flag = f"--pipeline-parallel-size {self.num_stages}"
-        if unknown := self.model.features - FEATURES:
-            raise InvalidConfig(
-                f"{flag}: this model has {', '.join(sorted(unknown))}, which cannot be cut into "
-                "stages so far; use --pipeline-parallel-size 1"
-            )
         if self.num_stages > self.model.num_layers:
             raise InvalidConfig(
                 f"{flag}: this model has {self.model.num_layers} layers, and each stage needs one "
                 f"at least; use --pipeline-parallel-size {self.model.num_layers} or less"
             )
         if self.num_stages > (most := 1 + len(stage_starts(self.model))):
+            num_shared = sum(not attention.has_keys for attention in self.model.attentions)
             raise InvalidConfig(
-                f"{flag}: the last {self.model.num_shared_kv_layers} of this model's layers read "
+                f"{flag}: the last {num_shared} of this model's layers read "
                 "the keys and values of layers before them, which must be in the same stage, so "
                 f"it has at most {most} stages; use --pipeline-parallel-size {most} or less"
             )
         quantization = self.model.quantization
-        if self.model.per_layer_inputs and quantization and quantization.scheme_of(PROJECTION):
+        is_cut = self.model.per_layer_inputs and self.num_stages > 1
+        if is_cut and quantization and quantization.scheme_of(PROJECTION):
             raise InvalidConfig(
                 f"{flag}: {PROJECTION} is quantized, and a stage cannot read its own layers' rows "
-                "of it so far; use --pipeline-parallel-size 1, or weights where it is not"
+                "of it; use --pipeline-parallel-size 1, or weights where it is not"
             )
 
     @property
@@ -76,31 +71,14 @@ class Stage:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """Of its layers alone, which count from 0."""
-        model, of = self.model, slice(self.layers.start, self.layers.stop)
-        experts, quantization = model.experts, model.quantization
-        if experts is not None:
-            experts = replace(experts, layers=experts.layers[of])
-        delta_net = model.delta_net
-        if delta_net is not None:
-            delta_net = replace(delta_net, layers=delta_net.layers[of])
-        first_shared = model.num_layers - model.num_shared_kv_layers
-        return replace(
-            model,
-            num_layers=len(self.layers),
-            windows=model.windows[of],
-            layer_ropes=model.layer_ropes[of],
-            num_shared_kv_layers=max(0, of.stop - max(of.start, first_shared)),
-            experts=experts if experts is not None and experts.num_layers else None,
-            delta_net=delta_net if delta_net is not None and delta_net.num_layers else None,
-            quantization=quantization and quantization.from_layer(self.layers.start),
-        )
+        """Its layers alone, which count from 0."""
+        return self.model if self.num_stages == 1 else self.model.part(self.layers)
 
     def layout(self, of_model: KVLayout) -> KVLayout:
         """Its layers in the groups that the whole model has, of which it may have none in some."""
-        state, delta_net = of_model.state, self.config.delta_net
+        state = of_model.state
         if state is not None:
-            state = replace(state, num_layers=delta_net.num_layers if delta_net else 0)
+            state = replace(state, num_layers=sum(self.config.recurrent))
         group_of = of_model.group_of[self.layers.start : self.layers.stop]
         return replace(of_model, group_of=group_of, state=state)
 
@@ -119,15 +97,19 @@ class Stage:
     def absent_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """Of the weights that `config` counts, those that this stage does not have. dtype_bytes,
         kept: as of `ModelConfig.weight_bytes`."""
+        if self.num_stages == 1:
+            return 0
         model = self.model
         norm = model.hidden_size * dtype_bytes
         embedding = model.vocab_size * norm
         output = _output_bytes(model, dtype_bytes, kept)
-        counted = embedding + norm + (0 if model.tied_embeddings else output)
+        counted = embedding + norm + (0 if model.head.is_tied else output)
         return counted - self.is_first * embedding - self.is_last * (output + norm)
 
     def of(self, weights: WeightSource) -> WeightSource:
         """The weights, of which its layers have the names that they have in `config`."""
+        if self.num_stages == 1:
+            return weights
         return _Renumbered(weights, self.model, self.layers)
 
 
@@ -147,13 +129,10 @@ def stage_starts(model: ModelConfig) -> list[int]:
 def layer_weights(model: ModelConfig) -> list[int]:
     """What the time of a step is divided by: bytes of each layer's matrices as they are stored, or
     in 16 bits, and last those of the output layer."""
-    of_layers = [
-        sum(rows * columns for rows, columns in model.linear_shapes(layer).values()) * _PLAIN_BYTES
-        for layer in range(model.num_layers)
-    ]
+    of_layers = [model.matrix_weights(layer) * _PLAIN_BYTES for layer in range(model.num_layers)]
     for name, scheme, (rows, columns) in model.quantized_layers():
-        if name.startswith(_LAYER):
-            index = int(name.removeprefix(_LAYER).partition(".")[0])
+        index, _ = index_and_name(name)
+        if index is not None:
             of_layers[index] -= rows * columns * _PLAIN_BYTES - scheme.num_bytes(rows, columns)
     return [*of_layers, _output_bytes(model, _PLAIN_BYTES)]
 
@@ -161,7 +140,7 @@ def layer_weights(model: ModelConfig) -> list[int]:
 def _output_bytes(model: ModelConfig, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
     """Of the output layer."""
     shape, scheme, held = (model.vocab_size, model.hidden_size), None, None
-    if model.quantization is not None and not model.tied_embeddings:
+    if model.quantization is not None and not model.head.is_tied:
         scheme = model.quantization.scheme_of_part("lm_head", shape)
     if scheme is not None:
         held = scheme.num_bytes(*shape) if kept is None else kept(scheme, *shape)
@@ -209,23 +188,21 @@ class _Renumbered:
         inputs = self._model.per_layer_inputs
         if inputs is None or names != (f"{PROJECTION}.weight",):
             return self._source.read(shape, *map(self._name, names))
-        whole = inputs.projection_shape(self._model.num_layers, self._model.hidden_size)
+        whole = inputs.linears["projection"].shape
         return self._source.read(whole, *names)[self._of_layers(inputs)].clone()
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         inputs = self._model.per_layer_inputs
         assert inputs is not None and name == f"{TABLE}.weight", name
-        whole = self._source.table(inputs.table_shape(self._model.num_layers), name)
+        whole = self._source.table(inputs.table_shape, name)
         return whole[:, self._of_layers(inputs)]
 
-    def _of_layers(self, inputs: PerLayerInputsConfig) -> slice:
+    def _of_layers(self, inputs: PerLayerInputs) -> slice:
         return slice(self._layers.start * inputs.size, self._layers.stop * inputs.size)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         return self._source.quantized(shape, bias, *map(self._name, names))
 
     def _name(self, name: str) -> str:
-        if not name.startswith(_LAYER):
-            return name
-        index, _, rest = name.removeprefix(_LAYER).partition(".")
-        return f"{_LAYER}{int(index) + self._layers.start}.{rest}"
+        index, rest = index_and_name(name)
+        return name if index is None else f"{LAYER}{index + self._layers.start}.{rest}"

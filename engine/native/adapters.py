@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from penstock.engine.memory.host import Arena
 from penstock.engine.model_input import AdapterRun
-from penstock.engine.models.lora.adapter import Adapter, Change, Stack
+from penstock.engine.models.lora.adapter import Adapter, Change
+from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.native.packing import BAND
 
 # low_rank.h packs so many of A's rows, and of their columns.

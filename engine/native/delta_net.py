@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers.delta_net import DeltaNet, Segments
+from penstock.engine.models.parts.delta_net.layer import RecurrenceWeights, Segments
 
 
 class _DeltaNet(Structure):
@@ -47,7 +47,7 @@ class NativeRecurrence:
 
     def __call__(
         self,
-        layer: DeltaNet,
+        layer: RecurrenceWeights,
         projected: Tensor,
         gates: Tensor,
         matrices: Tensor,

@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p, pointer
 
@@ -15,8 +16,17 @@ from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.layers.linear import Linear, PlainLinear
-from penstock.engine.models.llama import LlamaModel, embedding_multiplier
-from penstock.engine.models.lora.adapter import Adapter, Stack
+from penstock.engine.models.llama import DecoderLayer, LlamaModel
+from penstock.engine.models.lora.adapter import Adapter
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.embedding.layer import multiplier
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.models.parts.mlp.config import MLP
+from penstock.engine.models.parts.norm.config import Norms, Scalar
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
+from penstock.engine.models.parts.tensors import Part, Stack
 from penstock.engine.models.stage import num_passed
 from penstock.engine.native.adapters import NativeAdapter, native_runs
 from penstock.engine.native.packing import (
@@ -29,16 +39,6 @@ from penstock.engine.native.packing import (
 )
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
 
-# Of ModelConfig.
-FEATURES = {
-    *("tied_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "whole_qk_norm"),
-    *("pre_norms", "post_norms", "wide_norms", "norm_offset", "activation", "layer_ropes"),
-    *("rotary_dim", "query_scaling", "attention_scale", "embedding_multiplier"),
-    *("logit_multiplier", "experts", "attention_sinks", "clamped_swiglu"),
-    *("full_heads", "keys_are_values", "value_norm", "num_shared_kv_layers", "wide_shared_mlps"),
-    *("layer_scalars", "per_layer_inputs", "logit_softcap"),
-}
-_ACTIVATIONS = ("silu", "gelu_tanh")
 # structs.h has room for so many layers that are stacked.
 _MAX_STACKED = 3
 # coded_runs.h has room for so many codes of a head.
@@ -188,12 +188,7 @@ class NativeModel:
         check_features(config, self._dtype)
         check_format(model.lm_head)
         for layer in model.layers:
-            linears = [layer.qkv, layer.output, layer.gate_up, layer.down]
-            if layer.beside is not None:
-                linears += [layer.beside.gate_up, layer.beside.down]
-            if layer.per_layer_input is not None:
-                linears += [layer.per_layer_input.gate, layer.per_layer_input.projection]
-            for linear in linears:
+            for linear in _linears(layer):
                 check_format(linear)
         packer = Packer(library)
         mixture, inputs = config.experts, model.per_layer_inputs
@@ -203,7 +198,7 @@ class NativeModel:
         # The first layer of each kind of heads.
         firsts: dict[KVHeads, int] = {}
         for index, layer in enumerate(model.layers):
-            firsts.setdefault(layer.shape.heads, index)
+            firsts.setdefault(layer.attention.config.heads, index)
         kinds = list(firsts)
 
         def pack(linear: Linear, *rows: int) -> list[NativeLinear]:
@@ -222,53 +217,53 @@ class NativeModel:
 
         def native_layer(index: int) -> _Layer:
             layer, angles = model.layers[index], model.rotary.layers[index]
+            attention = layer.attention
             num_rows = len(angles.cos) if angles.cos.stride(0) else 1
             (keys, key_scales), (values, value_scales) = map(pages, pool.layer(index))
-            [output] = pack(layer.output)
+            [output] = pack(attention.output)
             native = _Layer(
                 input_norm=norm(layer.input_norm),
-                query_norm=norm(layer.query_norm),
-                key_norm=norm(layer.key_norm),
+                query_norm=norm(attention.query_norm),
+                key_norm=norm(attention.key_norm),
                 attended_norm=norm(layer.attended_norm),
                 mlp_norm=norm(layer.mlp_norm),
                 active_norm=norm(layer.active_norm),
-                qkv=(NativeLinear * _MAX_STACKED)(*pack(layer.qkv)),
+                qkv=(NativeLinear * _MAX_STACKED)(*pack(attention.qkv)),
                 output=output,
                 keys=keys,
                 values=values,
                 key_scales=key_scales,
                 value_scales=value_scales,
-                sinks=packer.address(layer.sinks),
-                window=layer.window or 0,
+                sinks=packer.address(attention.sinks),
+                window=attention.config.window or 0,
                 cos=packer.address(angles.cos[:num_rows]),
                 sin=packer.address(angles.sin[:num_rows]),
                 angles_step=angles.cos.stride(0),
                 group=pool.group_of(index),
-                heads=kinds.index(layer.shape.heads),
-                kv_parts=len(layer.shape.qkv) - 1,
-                mlp=layer.shape.intermediate_size,
+                heads=kinds.index(attention.config.heads),
+                kv_parts=attention.config.num_kv_parts,
+                mlp=0 if layer.mlp is None else layer.mlp.config.size,
                 scalar=1.0 if layer.scalar is None else float(layer.scalar),
             )
-            own, beside = layer.per_layer_input, layer.beside
+            own = layer.per_layer_input
             if own is not None:
                 [native.input_gate] = pack(own.gate)
                 [native.input_projection] = pack(own.projection)
                 native.input_change_norm = norm(own.norm)
-            if layer.router is not None:
-                add_experts(native, layer.router, layer.gate_up, layer.down)
-                return native
-            native.gate, native.up = pack(layer.gate_up, native.mlp, native.mlp)
-            [native.down] = pack(layer.down)
-            if beside is not None:
-                add_experts(native, beside.router, beside.gate_up, beside.down)
-                norms = (beside.router_norm, beside.input_norm, beside.mlp_norm, beside.output_norm)
-                native.beside = pointer(_Beside(*map(norm, norms), norm(beside.factors)))
+            if layer.mlp is not None:
+                native.gate, native.up = pack(layer.mlp.gate_up, native.mlp, native.mlp)
+                [native.down] = pack(layer.mlp.down)
+            if layer.experts is not None:
+                add_experts(native, layer.experts)
             return native
 
-        def add_experts(native: _Layer, router: Linear, gate_up: Linear, down: Linear) -> None:
-            assert mixture is not None
-            [native.router] = pack(router)
-            num, size = mixture.num_experts, mixture.intermediate_size
+        def add_experts(native: _Layer, layer: ExpertsLayer) -> None:
+            [native.router] = pack(layer.router)
+            num, size = layer.config.num_experts, layer.config.size
+            gate_up, down, beside = layer.gate_up, layer.down, layer.beside
+            if beside is not None:
+                norms = (beside.router_norm, beside.input_norm, beside.mlp_norm, beside.output_norm)
+                native.beside = pointer(_Beside(*map(norm, norms), norm(beside.factors)))
             of_gates = pack(gate_up, *[size] * (2 * num))
             of_downs = pack(down, *[config.hidden_size] * num)
             experts = zip(of_gates[::2], of_gates[1::2], of_downs, strict=True)
@@ -284,10 +279,10 @@ class NativeModel:
             layers = (_Layer * config.num_layers)(*made)
         embedding, in_bands = model.embedding, False
         if (
-            has_head and config.tied_embeddings and isinstance(head, PlainLinear)
+            has_head and config.head.is_tied and isinstance(head, PlainLinear)
         ):  # then it is in memory once
             embedding, in_bands = head.weight, True
-        alpha, limit = config.clamped_swiglu or (0.0, 0.0)
+        alpha, limit = (mixture and mixture.activation.clamp) or (0.0, 0.0)
         self._model = _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -306,22 +301,22 @@ class NativeModel:
                 )
             ),
             num_kinds=len(kinds),
-            eps=config.rms_norm_eps,
+            eps=config.norm.eps,
             layers=layers,
             embedding=packer.address(embedding),
             norm=norm(model.norm),
             embedding_in_bands=in_bands,
             lm_head=packed_head,
-            whole_qk_norm=config.whole_qk_norm,
-            has_post_norms=config.post_norms,
-            is_gelu=_ACTIVATIONS.index(config.activation),
-            embedding_multiplier=embedding_multiplier(config, self._dtype),
-            logit_multiplier=config.logit_multiplier,
-            logit_softcap=config.logit_softcap or 0.0,
-            norms_values=config.value_norm,
+            whole_qk_norm=any(attention.norms_whole for attention in config.attentions),
+            has_post_norms=any(layer.norms.post for layer in config.layers),
+            is_gelu=any(layer.mlp and layer.mlp.activation.is_gelu for layer in config.layers),
+            embedding_multiplier=multiplier(config.embedding, self._dtype),
+            logit_multiplier=config.head.multiplier,
+            logit_softcap=config.head.softcap or 0.0,
+            norms_values=any(attention.norms_values for attention in config.attentions),
             experts=mixture.num_experts if mixture else 0,
             experts_each=mixture.num_per_token if mixture else 0,
-            expert_mlp=mixture.intermediate_size if mixture else 0,
+            expert_mlp=mixture.size if mixture else 0,
             are_weights_normed=bool(mixture and mixture.is_normed),
             swiglu_alpha=alpha,
             swiglu_limit=limit,
@@ -462,20 +457,42 @@ class NativeModel:
                 raise group.failed("all_reduce", outcome)
 
 
+def _linears(layer: DecoderLayer) -> Iterator[Linear]:
+    """All that are packed but routers."""
+    yield from (layer.attention.qkv, layer.attention.output)
+    for part in (layer.mlp, layer.experts):
+        if part is not None:
+            yield from (part.gate_up, part.down)
+    if (own := layer.per_layer_input) is not None:
+        yield from (own.gate, own.projection)
+
+
 def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     """Raises UnsupportedFeature for a model that step.cpp does not compute."""
-    config.check_features(PATH, FEATURES)
-    names = ("hidden_size", "intermediate_size")
-    odd = [f"an odd {name}" for name in names if getattr(config, name) % 2]
-    if config.experts is not None:
-        if config.post_norms and not config.experts.is_beside_mlp:
-            raise UnsupportedFeature(["experts with post_norms"], PATH)
-        if config.experts.intermediate_size % 2:
-            odd.append("experts of an odd size")
-    if config.per_layer_inputs is not None and config.per_layer_inputs.size % 2:
-        odd.append("per-layer inputs of an odd size")
+    config.check_parts(PATH, _lacks)
+    sizes = {"an odd hidden_size": config.hidden_size}
+    for layer in config.layers:
+        if layer.mlp is not None:
+            sizes["an odd intermediate_size"] = layer.mlp.size
+        if (experts := layer.experts) is not None:
+            if layer.norms.post and not experts.is_beside_mlp:
+                raise UnsupportedFeature(["experts with post_norms"], PATH)
+            sizes["experts of an odd size"] = experts.size
+    if config.per_layer_inputs is not None:
+        sizes["per-layer inputs of an odd size"] = config.per_layer_inputs.size
+    odd = [name for name, size in sizes.items() if size % 2]
     if odd and dtype is torch.bfloat16:
         raise UnsupportedFeature(odd, PATH)
+
+
+def _lacks(part: Part) -> tuple[str, ...]:
+    """What of it step.cpp does not compute."""
+    if isinstance(part, Attention):
+        return ("attention_gates",) if part.has_gates else ()
+    if isinstance(part, DeltaNet):
+        return ("delta_net",)
+    is_known = type(part) in (MLP, Experts, Norms, PerLayerInput, Scalar)
+    return () if is_known else (type(part).__name__,)
 
 
 def may_code_kv(config: ModelConfig) -> bool:

@@ -21,7 +21,6 @@ from penstock.loadtest.bench.expectation import check, check_summary, check_tabl
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
-from penstock.loadtest.bench.peers.cli import main as peers
 from penstock.loadtest.bench.progress import Progress
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
@@ -51,8 +50,6 @@ def main(argv: list[str]) -> int:
     """
     if argv[:1] == ["compare"]:
         return compare(argv[1:])
-    if argv[:1] == ["peers"]:
-        return peers(argv[1:])
     if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
         argv = argv[1:]
     try:

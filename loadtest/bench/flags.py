@@ -56,8 +56,7 @@ _COMMON = frozenset(
 )
 _USAGE = """\
 penstock bench [flags]
-       penstock bench compare FILE FILE [...] [--html FILE]
-       penstock bench peers --server NAME=COMMAND [...] [flags]"""
+       penstock bench compare FILE FILE [...] [--html FILE]"""
 _DESCRIPTION = """\
 Measure any OpenAI-compatible server, with the flags of vllm bench serve.
 OPENAI_API_KEY is sent to it if that is set.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.loadtest.bench.peers.server import parse_server
+from tests.bench.in_turns.server import parse_server
 from tests.bench.peers.__main__ import main
 from tests.bench.peers.compare import Files, commands, has_bf16
 from tests.bench.peers.install import PEERS, InstallFailed, install

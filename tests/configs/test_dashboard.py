@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.configs.grafana.dashboard import TPOT_LIMITS, TTFT_LIMITS, build
-from penstock.configs.grafana.panels import COLUMNS
 from penstock.server.observability.histograms import REQUEST_SECONDS, STEP_SECONDS
+from tests.ops.dashboard.build import TPOT_LIMITS, TTFT_LIMITS, build
+from tests.ops.dashboard.panels import COLUMNS
 from tests.support.paths import ROOT
 
 CONFIGS = ROOT / "configs"

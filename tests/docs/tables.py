@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from prometheus_client.core import Metric
 
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.quantization.schemes import Scheme
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.stats import GroupBlocks, PlaceStats, TierStats
@@ -171,8 +173,6 @@ _MODELS = {
 def tested_families() -> str:
     """Those that the tests compare with transformers, with what their tiny models have."""
     from penstock.engine.models.families import FAMILIES, WRAPPERS
-    from penstock.engine.models.fused import FEATURES as FUSED
-    from penstock.engine.native.model import FEATURES as NATIVE
     from tests.support.tiny_models import tiny_configs
 
     tested = tiny_configs()
@@ -182,9 +182,36 @@ def tested_families() -> str:
         wrappers = [each.architecture for each in WRAPPERS.values() if name in each.texts]
         classes = "<br>".join(f"`{each}`" for each in (family.architecture, *wrappers))
         named = ", ".join(f"`{feature}`" for feature in sorted(features))
-        computed = ("yes" if features <= path else "no" for path in (NATIVE, FUSED))
+        computed = (
+            "yes" if all(computes(each) for each in tested[name]) else "no"
+            for computes in (_is_compiled, _has_kernels)
+        )
         rows.append((_MODELS[name], classes, named, *computed))
     return _table(("models", "architecture", "flags", "compiled CPU step", "GPU kernels"), rows)
+
+
+def _is_compiled(config: ModelConfig) -> bool:
+    """Whether the compiled CPU step computes it."""
+    from penstock.engine.models.errors import UnsupportedFeature
+    from penstock.engine.native.model import check_features
+
+    try:
+        check_features(config, torch.float32)
+    except UnsupportedFeature:
+        return False
+    return True
+
+
+def _has_kernels(config: ModelConfig) -> bool:
+    """Whether the GPU's kernels compute it."""
+    from penstock.engine.models.errors import UnsupportedFeature
+    from penstock.engine.models.fused import check_parts
+
+    try:
+        check_parts(config)
+    except UnsupportedFeature:
+        return False
+    return True
 
 
 def fallback() -> str:

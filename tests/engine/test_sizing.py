@@ -25,6 +25,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.changed_models import changed
 from tests.support.paths import ROOT
 from tests.support.published import PUBLISHED
 
@@ -100,7 +101,7 @@ def test_a_step_takes_at_least_the_time_to_read_all_it_needs(sizing: Sizing) -> 
 
 def test_a_window_bounds_what_a_step_reads(sizing: Sizing) -> None:
     windows = (1_024,) * 8 + (None,) * 24
-    windowed = Sizing(replace(sizing.model, windows=windows), H100)
+    windowed = Sizing(changed(sizing.model, windows=windows), H100)
     per_layer = 2 * 8 * 128 * 2
     assert windowed.read_bytes(2_048) == per_layer * (8 * 1_024 + 24 * 2_048)
     assert windowed.read_bytes(512) == sizing.read_bytes(512) == per_layer * 32 * 512
@@ -128,8 +129,8 @@ def test_windows_leave_room_for_times_as_many_tokens(
     gb: int,
 ) -> None:
     num_kv_heads, head_dim = heads
-    shape = {"num_layers": len(windows), "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    model = replace(sizing.model, windows=windows, **shape)  # type: ignore[arg-type]
+    shape = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    model = changed(sizing.model, windows=windows, mixer=shape)
     weights = Sizing(model, H100).weight_bytes
     machine = Machine(name="H100", memory_bytes=gb * GB + weights, utilization=1.0, other_bytes=0)
     sized = Sizing(model, machine)
@@ -202,19 +203,18 @@ def test_keys_and_values_that_layers_share_are_held_once_and_read_by_each(tmp_pa
 
 
 def test_a_model_of_windows_alone_holds_any_length_in_one_window(sizing: Sizing) -> None:
-    windowed = Sizing(replace(sizing.model, windows=(4_096,) * 32), H100)
+    windowed = Sizing(changed(sizing.model, windows=(4_096,) * 32), H100)
     assert windowed.num_sequences(2_048) == sizing.kv_bytes // 131_072 // 64 // 32
     assert windowed.num_sequences(131_072) == windowed.num_sequences(32_768) > 90
     assert windowed.bytes_of_one(131_072) == (4_096 // 64 + 1) * 64 * 131_072
 
 
-LLAMA_70B = replace(
+LLAMA_70B = changed(
     ModelConfig.from_dir(LLAMA),
     hidden_size=8_192,
-    intermediate_size=28_672,
     num_layers=80,
-    num_heads=64,
-    windows=(None,) * 80,
+    mixer={"num_heads": 64},
+    mlp={"size": 28_672},
 )
 
 

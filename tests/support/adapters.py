@@ -25,9 +25,9 @@ class LinearShapes:
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         for index in range(self._config.num_layers):
-            for name, (rows, columns) in self._config.linear_shapes(index).items():
-                shape = SimpleNamespace(in_features=columns, out_features=rows)
-                yield f"model.layers.{index}.{name}", shape
+            for name, shape, _ in self._config.layers[index].tensors.quantizable():
+                module = SimpleNamespace(in_features=shape[1], out_features=shape[0])
+                yield f"model.layers.{index}.{name}", module
 
 
 def save_adapter(

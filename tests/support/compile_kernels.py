@@ -292,7 +292,7 @@ class MetaWeights:
     """codes: of linear layers, which are plain if it is None."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, codes: Codes | None = None) -> None:
-        self._value_rows = config.num_kv_heads * config.head_dim
+        self._value_rows = config.attentions[0].kv_size
         self._dtype = dtype
         self._codes = codes
 

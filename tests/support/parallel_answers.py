@@ -35,7 +35,8 @@ def parallel_config(path: Path, **changes: object) -> EngineConfig:
     """Chunks, preemptions and cached prefixes."""
     model = ModelConfig.from_dir(path)
     block_bytes = 16 * model.kv_shape.bytes_per_token(4)
-    state_bytes = model.delta_net.state_shape.num_bytes if model.delta_net else 0
+    state = model.kv_layout(320).state
+    state_bytes = 0 if state is None else state.num_bytes
     settings: dict[str, object] = {
         "block_size": 16,
         "max_model_len": 320,

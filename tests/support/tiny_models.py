@@ -19,10 +19,10 @@ from penstock.engine.executors.loading import weight_source
 from penstock.engine.memory.kv_pool import KVPool, KVPools
 from penstock.engine.model_input import AdapterRun, build_model_input
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.delta_net import torch_recurrence
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.llama import LlamaModel, Model
+from penstock.engine.models.parts.delta_net.layer import torch_recurrence
 from penstock.engine.native.formats import CODE_FORMATS
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
@@ -397,7 +397,7 @@ class Harness:
         kv_dtype = options.get("kv_dtype", dtype)
         self.pool: KVPool | KVPools
         self.pool = KVPool(config.kv_shape, num_blocks, block_size, kv_dtype, CPU)
-        if config.delta_net is not None:
+        if any(config.recurrent):
             layout, num_states = config.kv_layout(max_len), 2 * num_sequences
             shape = config.kv_shape
             sizes = (num_blocks, num_states)
@@ -412,7 +412,7 @@ class Harness:
         self.token_table = torch.zeros(num_sequences, max_len + 1, dtype=torch.int64)
         shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self.block_tables = shuffled.view(num_sequences, blocks_each).to(torch.int32)
-        if config.delta_net is not None:  # the states of sequences are the first ones
+        if any(config.recurrent):  # the states of sequences are the first ones
             states = torch.zeros_like(self.block_tables)
             states[:, 0] = torch.arange(num_sequences)
             self.block_tables = torch.stack((self.block_tables, states))

@@ -1,6 +1,6 @@
 """Weights in codes, and a format and an architecture that no path but the generic one computes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes
+from penstock.engine.models.parts.mlp.config import MLP
 
 
 class NegatedLinear:
@@ -106,13 +107,13 @@ def round_weights(model: nn.Module, make_linear: MakeLinear) -> None:
             module.weight = nn.Parameter(rounded.weight())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReversedConfig(ModelConfig):
-    """Llama, with a flag that no path has heard of, and that torch need not do anything about."""
-
-    is_reversed: bool = False
+class Reversed(MLP):
+    """A part that no path computes."""
 
 
-def reversed_config(config: ModelConfig) -> ReversedConfig:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return ReversedConfig(**values, is_reversed=True)
+def reversed_config(config: ModelConfig) -> ModelConfig:
+    """The same model with such a part in each layer."""
+    mlp = config.layers[0].mlp
+    assert mlp is not None
+    other = Reversed(hidden_size=mlp.hidden_size, size=mlp.size)
+    return replace(config, layers=tuple(replace(each, mlp=other) for each in config.layers))

@@ -60,8 +60,7 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.memory.offload import refuse_with_states
 from penstock.engine.model_info import ModelInfo, QuantizationInfo
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FEATURES, FusedModel
-from penstock.engine.models.fused_linear import FUSED_PATH
+from penstock.engine.models.fused import FusedModel, check_parts
 from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import LlamaModel
@@ -145,8 +144,8 @@ class _Setup:
         self._phases = phases
         self._whole = self._model = ModelConfig.from_dir(model_dir)
         check_dtype(config.dtype, self._model)
-        self._model.check_features(FUSED_PATH, FEATURES)
-        if self._model.delta_net is not None:
+        check_parts(self._model)
+        if any(self._model.recurrent):
             refuse_with_states(config)
         check_experts_on_gpu(self._model, config.quantization)
         self._shard: Shard | None = None
@@ -431,7 +430,7 @@ class _Setup:
             device=device,
             max_rows=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
-            has_sinks=self._model.attention_sinks,
+            has_sinks=any(attention.has_sinks for attention in self._model.attentions),
         )
         tables = DeviceTables(
             scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device

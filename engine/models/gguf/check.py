@@ -6,7 +6,7 @@ from penstock.engine.gguf.file import GgufFile, open_gguf
 from penstock.engine.gguf.tokenizer import check_tokenizer
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf.names import UNUSED, expected_tensors
+from penstock.engine.models.gguf.names import UNUSED, GgufNames
 
 
 def check_gguf(path: Path, *, needs_weights: bool = True) -> ModelConfig:
@@ -20,7 +20,7 @@ def check_gguf(path: Path, *, needs_weights: bool = True) -> ModelConfig:
 
 
 def _check_tensors(gguf: GgufFile, config: ModelConfig) -> None:
-    expected = expected_tensors(config)
+    expected = GgufNames(config).shapes
     if missing := expected.keys() - gguf.tensors.keys():
         raise InvalidModel(
             f"{gguf.path} lacks the tensor {min(missing)!r}, which its metadata implies; download "

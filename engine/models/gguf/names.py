@@ -1,8 +1,9 @@
-"""The tensors of a GGUF file, by the names that they have in Hugging Face's checkpoints."""
+"""The tensors of a GGUF file, by the names that they have in Hugging Face's checkpoints, which the
+parts of a model declare."""
 
 import re
 
-from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.config import ModelConfig, index_and_name
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
@@ -10,65 +11,32 @@ OUTPUT = "output.weight"
 # Besides those that a model computes with: frequencies of rotary positions, which older files have,
 # and Llama 3's factors of them, which are read with the metadata.
 UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
-_OUTSIDE = {
-    "model.embed_tokens.weight": EMBEDDING,
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": OUTPUT,
-}
-_IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 # Those that one layer is stacked of.
 STACKED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
 
 
-def gguf_name(name: str) -> str:
-    """name: as transformers has it, such as "model.layers.0.mlp.up_proj.weight"."""
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    index, _, rest = name.removeprefix("model.layers.").partition(".")
-    layer, _, kind = rest.rpartition(".")
-    return f"blk.{index}.{_IN_LAYER[layer]}.{kind}"
+class GgufNames:
+    """The names and shapes of one model's tensors."""
 
+    def __init__(self, config: ModelConfig) -> None:
+        self._outside = {name: gguf for name, gguf, _ in config.tensors.shapes() if gguf}
+        self._in_layers = [
+            {name: gguf for name, gguf, _ in layer.tensors.shapes() if gguf}
+            for layer in config.layers
+        ]
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """By the names in the file, of all that it must have."""
+        for _, gguf, shape in config.tensors.shapes():
+            if gguf and not (config.head.is_tied and gguf == OUTPUT):
+                self.shapes[gguf] = shape
+        for index, layer in enumerate(config.layers):
+            for _, gguf, shape in layer.tensors.shapes():
+                if gguf:
+                    self.shapes[f"blk.{index}.{gguf}"] = shape
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that a file of this model must have."""
-    hidden, mlp, head = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (config.vocab_size, hidden),
-        "output_norm.weight": (hidden,),
-    }
-    if not config.tied_embeddings:
-        shapes[OUTPUT] = (config.vocab_size, hidden)
-    linears = {
-        "attn_q": (query, hidden, config.qkv_bias),
-        "attn_k": (kv, hidden, config.qkv_bias),
-        "attn_v": (kv, hidden, config.qkv_bias),
-        "attn_output": (hidden, query, config.output_bias),
-        "ffn_gate": (mlp, hidden, config.mlp_bias),
-        "ffn_up": (mlp, hidden, config.mlp_bias),
-        "ffn_down": (hidden, mlp, config.mlp_bias),
-    }
-    norms = {"attn_norm": hidden, "ffn_norm": hidden}
-    if config.qk_norm:
-        norms |= {"attn_q_norm": head, "attn_k_norm": head}
-    for index in range(config.num_layers):
-        prefix = f"blk.{index}."
-        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
-        for name, (rows, columns, has_bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    return shapes
+    def of(self, name: str) -> str:
+        """name: as transformers has it, such as "model.layers.0.mlp.up_proj.weight"."""
+        index, rest = index_and_name(name)
+        if index is None:
+            return self._outside[rest]
+        return f"blk.{index}.{self._in_layers[index][rest]}"

@@ -21,7 +21,7 @@ from penstock.engine.gguf.tensor_types import TensorType
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf import blocks
-from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, gguf_name
+from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.quantization.schemes import KeptBytes
@@ -41,7 +41,8 @@ class GgufWeights:
     def __init__(self, path: Path, empty: Empty, kept: KeptBytes) -> None:
         """kept: of which types linear layers may have codes; others are plain."""
         self._gguf = open_gguf(path)
-        self._head_dim = ModelConfig.from_dir(path).head_dim
+        config = ModelConfig.from_dir(path)
+        self._names, self._head_dim = GgufNames(config), config.head_dim
         self._empty = empty
         self._kept = kept
         self._is_permuted = self._gguf.metadata.get("general.architecture") == "llama"
@@ -142,7 +143,7 @@ class GgufWeights:
             )
 
     def _stored(self, name: str) -> "_Stored":
-        stored = gguf_name(name)
+        stored = self._names.of(name)
         if stored == OUTPUT and OUTPUT not in self._gguf.tensors:
             stored = EMBEDDING  # tied
         info = self._gguf.tensors.get(stored)

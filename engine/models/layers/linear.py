@@ -2,16 +2,13 @@
 each format."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
-
-if TYPE_CHECKING:  # a source of weights makes layers itself, of those that are quantized
-    from penstock.engine.models.weights import WeightSource
 
 # Of a weight in the model's type and a bias.
 MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
@@ -147,27 +144,6 @@ def _can_pack() -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-def read_linear(
-    weights: "WeightSource",
-    make_linear: MakeLinear,
-    out_features: int,
-    in_features: int,
-    *names: str,
-    has_bias: bool = False,
-) -> Linear:
-    """Reads one linear layer, stacked from the checkpoint's layers `names`.
-
-    Every linear layer is read here, but an output layer that is tied to the embedding. make_linear
-    makes those whose weights are plain.
-    """
-    bias = weights.read((out_features,), *(f"{name}.bias" for name in names)) if has_bias else None
-    quantized = weights.quantized((out_features, in_features), bias, *names)
-    if quantized is not None:
-        return quantized
-    weight = weights.read((out_features, in_features), *(f"{name}.weight" for name in names))
-    return make_linear(weight, bias)
 
 
 Product = TypeVar("Product")

@@ -5,7 +5,6 @@ Source: Hu et al. 2021, LoRA (arXiv:2106.09685). A layer's output y = W x become
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from torch import Tensor
 from torch.nn import functional
@@ -13,15 +12,7 @@ from torch.nn import functional
 from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import Linear
-
-
-class Stack(StrEnum):
-    """The linear layers of `Layer`, which stack those of a checkpoint."""
-
-    QKV = "qkv"
-    OUTPUT = "output"
-    GATE_UP = "gate_up"
-    DOWN = "down"
+from penstock.engine.models.parts.tensors import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +29,18 @@ class Projection:
         return self.start + self.out_features
 
 
-_STACKS = {
-    "self_attn.q_proj": Stack.QKV,
-    "self_attn.k_proj": Stack.QKV,
-    "self_attn.v_proj": Stack.QKV,
-    "self_attn.qkv_proj": Stack.QKV,
-    "self_attn.o_proj": Stack.OUTPUT,
-    "mlp.gate_proj": Stack.GATE_UP,
-    "mlp.up_proj": Stack.GATE_UP,
-    "mlp.gate_up_proj": Stack.GATE_UP,
-    "mlp.down_proj": Stack.DOWN,
-}
-
-
 def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
     """Those that adapters may change, by their names in a checkpoint; in order. Experts and what
     chooses them are not among them."""
     found: dict[str, Projection] = {}
-    ends = dict.fromkeys(Stack, 0)
-    for name, (rows, columns) in model.linear_shapes(layer).items():
-        if (stack := _STACKS.get(name)) is None:
+    for linear in model.layers[layer].tensors.linears:
+        if linear.adapters is None:
             continue
-        found[name] = Projection(stack, ends[stack], rows, columns)
-        ends[stack] += rows
+        start = 0
+        for matrix in linear.matrices:
+            for name in matrix.names:
+                found[name] = Projection(linear.adapters, start, *matrix.shape)
+                start += matrix.num_rows
     return found
 
 

@@ -15,7 +15,8 @@ from penstock.engine.device_step import AdapterTiles
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.kernels.adapters import BAND, LowRanks, add_low_rank
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter, Projection, Stack, projections
+from penstock.engine.models.lora.adapter import Adapter, Projection, projections
+from penstock.engine.models.parts.tensors import Stack
 
 
 class AdapterSlots:

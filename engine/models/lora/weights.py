@@ -16,8 +16,9 @@ from penstock.engine.errors import AdapterRefused
 from penstock.engine.models.check import open_safetensors
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.json_file import check_regular
-from penstock.engine.models.lora.adapter import Adapter, Change, Projection, Stack, projections
+from penstock.engine.models.lora.adapter import Adapter, Change, Projection, projections
 from penstock.engine.models.lora.peft import CONFIG, PeftConfig
+from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.tensor_files import PLAIN_DTYPES, is_finite
 

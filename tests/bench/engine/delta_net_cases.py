@@ -13,18 +13,21 @@ from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS, recur_chunks
 from penstock.engine.kernels.delta_net.convolution import convolve
 from penstock.engine.kernels.delta_net.decode import recur_decodes
 from penstock.engine.kernels.delta_net.shape import Gates
-from penstock.engine.models.delta_net import DeltaNetConfig
-from penstock.engine.models.layers.delta_net import DeltaNet, Segment, torch_recurrence
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.layer import (
+    RecurrenceWeights,
+    Segment,
+    torch_recurrence,
+)
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.timing import num_input_sets, relative_error
 
 # A layer of Qwen3.5-9B; and a toy.
-_LAYER = DeltaNetConfig(
-    layers=(True,), num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, num_taps=4
+_LAYER = DeltaNet(
+    hidden_size=64, num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128, num_taps=4
 )
-_TOY = DeltaNetConfig(
-    layers=(True,), num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, num_taps=4
+_TOY = DeltaNet(
+    hidden_size=64, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=16, num_taps=4
 )
 _ROWS = (1, 16, 64, 256)
 _CHUNKS = (64, 512, 4096)
@@ -38,9 +41,9 @@ def delta_net(bench: Bench) -> Iterator[MakeCase]:
         yield partial(_case, bench, config, 1, tokens)
 
 
-def _case(bench: Bench, config: DeltaNetConfig, rows: int, tokens: int) -> Case:
+def _case(bench: Bench, config: DeltaNet, rows: int, tokens: int) -> Case:
     """rows: sequences of so many tokens each; of 1, they are decodes."""
-    shape, is_decode, num = config.state_shape, tokens == 1, rows * tokens
+    shape, is_decode, num = config.state_shape(1), tokens == 1, rows * tokens
     net = _net(bench, config)
     projected = bench.random(num, config.num_channels + config.num_values)
     gates = Gates(bench.random(num, 2 * config.num_value_heads), net.decay, net.bias)
@@ -81,18 +84,17 @@ def _case(bench: Bench, config: DeltaNetConfig, rows: int, tokens: int) -> Case:
         calls=calls,
         error=error,
         num_bytes=moved,
-        flops=2 * config.num_products_per_token * num,
+        flops=2 * config.num_products * num,
     )
 
 
-def _net(bench: Bench, config: DeltaNetConfig) -> DeltaNet:
+def _net(bench: Bench, config: DeltaNet) -> RecurrenceWeights:
     def random(*of: int) -> Tensor:
         return bench.random(*of, dtype=torch.float32)
 
     heads = config.num_value_heads
-    return DeltaNet(
+    return RecurrenceWeights(
         config=config,
-        gates=PlainLinear(random(1, 1), None),
         taps=random(config.num_taps, config.num_channels),
         decay=-random(heads).abs(),
         bias=random(heads),

@@ -34,15 +34,10 @@ def linear(bench: Bench) -> Iterator[MakeCase]:
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, columns) of each matrix of a layer as it is stacked, and of the output layer."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "qkv": (query + 2 * kv, hidden),
-        "output": (hidden, query),
-        "gate_up": (2 * mlp, hidden),
-        "down": (hidden, mlp),
-        "lm_head": (config.vocab_size, hidden),
+    linears = {
+        name: spec.shape for part in config.layers[0].parts for name, spec in part.linears.items()
     }
+    return {**linears, "lm_head": (config.vocab_size, config.hidden_size)}
 
 
 def _product(bench: Bench, at: dict[str, object], rows: int, outputs: int, columns: int) -> Case:

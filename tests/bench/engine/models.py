@@ -84,25 +84,12 @@ def _write_weights(config: ModelConfig, directory: Path) -> None:
 
 
 def _outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    embedding = (config.vocab_size, config.hidden_size)
-    shapes = {"model.embed_tokens.weight": embedding, "model.norm.weight": (config.hidden_size,)}
-    return shapes if config.tied_embeddings else shapes | {"lm_head.weight": embedding}
+    shapes = {name: shape for name, _, shape in config.tensors.shapes()}
+    if config.head.is_tied:
+        del shapes["lm_head.weight"]
+    return shapes
 
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
-    return {f"model.layers.{index}.{name}.weight": shape for name, shape in shapes.items()}
+    shapes = config.layers[index].tensors.shapes()
+    return {f"model.layers.{index}.{name}": shape for name, _, shape in shapes}

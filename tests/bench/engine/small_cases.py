@@ -11,7 +11,8 @@ from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.rotary import rotary_table, rotate
+from penstock.engine.models.parts.attention.config import HeadNorms
+from penstock.engine.models.parts.attention.rotary import rotary_table, rotate
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
 from tests.bench.engine.timing import num_input_sets, relative_error
@@ -73,8 +74,14 @@ def _rms_norm(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, obje
     )
 
 
+def mlp_of(config: ModelConfig) -> int:
+    mlp = config.layers[0].mlp
+    assert mlp is not None
+    return mlp.size
+
+
 def _silu_mul(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]) -> Case:
-    mlp = config.intermediate_size
+    mlp = mlp_of(config)
     out = bench.poisoned(tokens, mlp)
     inputs = [bench.random(tokens, 2 * mlp) for _ in range(_sets(bench, 3 * out.nbytes))]
 
@@ -116,7 +123,8 @@ def _embed(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]
 def _rotate_and_store(
     bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]
 ) -> Case:
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    attention = config.attentions[0]
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     query = bench.poisoned(tokens, heads, dim)
     pool = (tokens, 1, kv_heads, dim)
     keys, values = bench.poisoned(*pool), bench.poisoned(*pool)
@@ -126,9 +134,10 @@ def _rotate_and_store(
     ]
     positions = torch.arange(tokens, dtype=torch.int32, device=bench.device)
     kv_slots = torch.randperm(tokens, device=bench.device)
-    cos, sin = rotary_table(config.rope, dim, tokens, bench.device)
-    query_norm = bench.random(dim) if config.qk_norm else None
-    key_norm = bench.random(dim) if config.qk_norm else None
+    assert attention.rope is not None
+    cos, sin = rotary_table(attention.rope, dim, tokens, bench.device)
+    query_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None
+    key_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None
 
     def run(qkv: Tensor) -> None:
         rotate_and_store(

@@ -187,7 +187,7 @@ class Model:
     def _model(self, layers: int | None) -> FusedModel:
         count = layers or self.config.num_layers
         if count not in self._built:
-            config = replace(self.config, num_layers=count, windows=self.config.windows[:count])
+            config = replace(self.config, layers=self.config.layers[:count])
             dtype = torch.bfloat16
             llama = LlamaModel(
                 config, MetaWeights(config, dtype, self._codes), PlainLinear, gathered_attention,

@@ -28,8 +28,8 @@ from penstock.engine.memory.kv_pool import KVPools, PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.layers.rotary import rotate
 from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.weights import RandomWeights
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -252,23 +252,25 @@ class Reference:
         cos, sin = (table[: len(tokens)].unsqueeze(1) for table in (angles.cos, angles.sin))
         hidden = model.embedding[ids].float()
         for layer in model.layers:
-            heads = _product(layer.qkv, self._norm(hidden, layer.input_norm))
+            heads = _product(layer.attention.qkv, self._norm(hidden, layer.input_norm))
             heads = heads.view(len(tokens), -1, config.head_dim)
-            split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+            num_kv_heads = config.attentions[0].num_kv_heads
+            split = [config.num_heads, num_kv_heads, num_kv_heads]
             query, key, value = torch.split(heads, split, 1)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=True
             )
-            hidden = hidden + _product(layer.output, mixed[0].transpose(0, 1).flatten(1))
-            gate, up = _product(layer.gate_up, self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
-            hidden = hidden + _product(layer.down, functional.silu(gate) * up)
+            hidden = hidden + _product(layer.attention.output, mixed[0].transpose(0, 1).flatten(1))
+            assert layer.mlp is not None
+            gate, up = _product(layer.mlp.gate_up, self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
+            hidden = hidden + _product(layer.mlp.down, functional.silu(gate) * up)
         return _product(model.lm_head, self._norm(hidden[-num_rows:], model.norm))
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         assert weight is not None
-        return functional.rms_norm(x, weight.shape, weight.float(), self._model.config.rms_norm_eps)
+        return functional.rms_norm(x, weight.shape, weight.float(), self._model.config.norm.eps)
 
 
 def _product(linear: object, x: Tensor) -> Tensor:

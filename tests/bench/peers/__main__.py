@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status. Comparing, `penstock bench peers` takes this process over."""
+    """Returns the exit status. Comparing, `tests.bench.in_turns` takes this process over."""
     options, more = _parser().parse_known_args(argv)
     if more and options.what == "install":
         print(f"install takes no {more[0]}", file=sys.stderr)
@@ -43,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     installing = commands.add_parser("install", help="install peers, if they are not")
     comparing = commands.add_parser(
         "compare",
-        help="install, make the model, and run `penstock bench peers`",
-        epilog="All other flags go to `penstock bench peers`, such as --cases and --rounds.",
+        help="install, make the model, and run `python -m tests.bench.in_turns`",
+        epilog="All other flags go to `tests.bench.in_turns`, such as --cases and --rounds.",
     )
     comparing.add_argument("shape", choices=[*SHAPES], help="of the model, with random weights")
     comparing.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")

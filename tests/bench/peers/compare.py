@@ -84,7 +84,7 @@ def commands(files: Files, into: Path, cores: list[int], *, has_bf16: bool) -> d
 def comparison(
     name: str, into: Path, peers: list[str], threads: int, weights: str, more: list[str]
 ) -> list[str]:
-    """The command line of `penstock bench peers`, after the files that it needs are made."""
+    """The command line of `tests.bench.in_turns`, after the files that it needs are made."""
     files = made_files(name, into, peers, weights)
     cores = sorted(os.sched_getaffinity(0))[:threads]
     servers = commands(files, into, cores, has_bf16=has_bf16())
@@ -96,7 +96,7 @@ def comparison(
         flags += ["--server", own]
     for peer in peers:
         flags += ["--server", f"{peer}={servers[peer]}"]
-    return ["penstock", "bench", "peers", *flags, *more]
+    return ["tests.bench.in_turns", *flags, *more]
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

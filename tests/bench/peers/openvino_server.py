@@ -1,4 +1,4 @@
-"""OpenVINO GenAI behind HTTP, as `penstock bench peers` needs it: it has no server of its own.
+"""OpenVINO GenAI behind HTTP, as `tests.bench.in_turns` needs it: it has no server of its own.
 
     python openvino_server.py MODEL_DIR --port 8000 --threads 2
 

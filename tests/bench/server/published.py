@@ -18,7 +18,7 @@ one GPU beside it where that was published: so what ranks add is told from what 
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -33,6 +33,7 @@ from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.config import SchedulerConfig
+from tests.support.changed_models import changed
 from tests.support.paths import ROOT
 
 # vLLM's defaults of a server on these devices.
@@ -43,12 +44,13 @@ _MEMORY_GB = {"H100": 80, "H200": 141, "A100-SXM4-80GB": 80, "B200": 180}
 ITL, THROUGHPUT, TTFT = "ITL median, ms", "output tokens/s", "TTFT p95, ms"
 LATENCY = "latency mean, ms"
 # Of models of which configs/models has none: what they have that Llama-3.1-8B has not.
+_LLAMA_2 = {"embedding": {"vocab_size": 32_000}, "head": {"vocab_size": 32_000}}
+_70B = {"num_layers": 80, "hidden_size": 8_192, "mixer": {"num_heads": 64},
+        "mlp": {"size": 28_672}}  # fmt: skip
 _SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": {"vocab_size": 32_000, "intermediate_size": 11_008, "num_kv_heads": 32},
-    "Llama-2-70B": {"vocab_size": 32_000, "intermediate_size": 28_672, "num_layers": 80,
-                    "hidden_size": 8_192, "num_heads": 64, "windows": (None,) * 80},
-    "Llama-3.1-70B": {"intermediate_size": 28_672, "num_layers": 80, "hidden_size": 8_192,
-                      "num_heads": 64, "windows": (None,) * 80},
+    "Llama-2-7B": {**_LLAMA_2, "mlp": {"size": 11_008}, "mixer": {"num_kv_heads": 32}},
+    "Llama-2-70B": {**_LLAMA_2, **_70B},
+    "Llama-3.1-70B": _70B,
 }  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def model_of(name: str) -> ModelConfig:
     configs = ROOT / "configs" / "models"
     if name not in _SHAPES:
         return ModelConfig.from_dir(configs / name)
-    return replace(ModelConfig.from_dir(configs / "Llama-3.1-8B"), **_SHAPES[name])
+    return changed(ModelConfig.from_dir(configs / "Llama-3.1-8B"), **_SHAPES[name])
 
 
 def server_of(row: Published) -> SimulatedServer:

@@ -187,7 +187,7 @@ def test_torch_computes_what_the_compiled_step_does_not(
     else:
         monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
     executor = CpuExecutor(config, tiny)
-    word = {"a feature": "is_reversed", "a weight format": "'negated'"}[lacks]
+    word = {"a feature": "Reversed", "a weight format": "'negated'"}[lacks]
     (message,) = caplog.messages
     assert message.startswith("torch's operators compute the model") and word in message
     assert generate(executor, [[5, 6, 7]], 5) == expected

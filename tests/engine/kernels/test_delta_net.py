@@ -18,9 +18,12 @@ from penstock.engine.kernels.delta_net.convolution import convolve
 from penstock.engine.kernels.delta_net.decode import recur_decodes
 from penstock.engine.kernels.delta_net.shape import Gates
 from penstock.engine.memory.state_pool import StatePool
-from penstock.engine.models.delta_net import DeltaNetConfig
-from penstock.engine.models.layers.delta_net import DeltaNet, Segment, torch_recurrence
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.layer import (
+    RecurrenceWeights,
+    Segment,
+    torch_recurrence,
+)
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 from tests.support.kernels import DEVICE, DTYPES, error, poisoned, random
 from tests.support.tiny_models import make_batch
@@ -30,11 +33,11 @@ NUM_SLOTS, NUM_STATES = 4, 9
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # Widths that are a power of 2, and that are not; several value heads for a key head, and one.
 CONFIGS = [
-    DeltaNetConfig(
-        layers=(True,), num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=64, num_taps=4
+    DeltaNet(
+        hidden_size=64, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=64, num_taps=4
     ),
-    DeltaNetConfig(
-        layers=(True,), num_key_heads=2, num_value_heads=2, key_dim=24, value_dim=13, num_taps=3
+    DeltaNet(
+        hidden_size=64, num_key_heads=2, num_value_heads=2, key_dim=24, value_dim=13, num_taps=3
     ),
 ]
 
@@ -48,7 +51,7 @@ class Row(NamedTuple):
     snapshots: tuple[tuple[int, int], ...] = ()
 
 
-def exact(net: DeltaNet) -> DeltaNet:
+def exact(net: RecurrenceWeights) -> RecurrenceWeights:
     """In float64, on a processor."""
     names = ("taps", "decay", "bias", "norm")
     wide: dict[str, Any] = {name: getattr(net, name).double().cpu() for name in names}
@@ -58,19 +61,18 @@ def exact(net: DeltaNet) -> DeltaNet:
 class Layer:
     """One layer, its states on the device, and the same as torch has them in float64."""
 
-    def __init__(self, config: DeltaNetConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: DeltaNet, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         heads = config.num_value_heads
-        self.net = DeltaNet(
+        self.net = RecurrenceWeights(
             config=config,
-            gates=PlainLinear(torch.zeros(2 * heads, 1), None),
             taps=random(config.num_taps, config.num_channels),
             decay=-random(heads).abs() * 2,
             bias=random(heads, seed=1),
             norm=random(config.value_dim),
             eps=1e-6,
         )
-        self.pool = StatePool(config.state_shape, NUM_STATES + 1, DEVICE)
+        self.pool = StatePool(config.state_shape(1), NUM_STATES + 1, DEVICE)
         # What is there before has no effect.
         for tensor in (self.pool.matrices, self.pool.inputs):
             tensor.fill_(float("nan"))
@@ -157,7 +159,7 @@ class Layer:
             decode_lens=decode_lens,
             state_tiles=tiles,
         )
-        net, shape = self.net, self.config.state_shape
+        net, shape = self.net, self.config.state_shape(1)
         matrices, inputs = self.pool.layer(0)
         out = poisoned(len(projected), self.config.num_values, dtype=self.dtype)
         mixed = convolve(shape, projected, net.taps, step, inputs)
@@ -188,9 +190,7 @@ class Layer:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS)
 @torch.inference_mode()
-def test_chunks_and_decodes_of_any_length_are_torchs(
-    config: DeltaNetConfig, dtype: torch.dtype
-) -> None:
+def test_chunks_and_decodes_of_any_length_are_torchs(config: DeltaNet, dtype: torch.dtype) -> None:
     layer = Layer(config, dtype)
     layer.run([Row(0, 0, 37), Row(2, 0, 2)])
     layer.run([Row(2, 2, 1), Row(0, 37, 1), Row(1, 0, 1)], num_decodes=2)

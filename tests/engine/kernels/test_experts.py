@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -13,11 +11,12 @@ from penstock.engine.config import Quantization
 from penstock.engine.kernels.experts.routing import FEW_ROWS, MANY_ROWS, route, tiles_of
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.experts import ExpertsConfig
-from penstock.engine.models.fused_experts import FusedExperts
 from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
-from penstock.engine.models.layers.experts import clamped_swiglu, mixed, routes
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.activation import Activation
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.gpu import FusedExperts
+from penstock.engine.models.parts.experts.layer import mixed, routes
 from penstock.engine.models.quantization.schemes import Fp8
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, random
@@ -25,9 +24,7 @@ from tests.support.paths import MODEL_CONFIGS
 from tests.support.weight_formats import coded
 
 HIDDEN, SIZE = 40, 24  # no whole tiles
-EXPERTS = ExpertsConfig(
-    layers=(True,), num_experts=5, num_per_token=2, intermediate_size=SIZE, is_normed=True
-)
+EXPERTS = Experts(hidden_size=HIDDEN, num_experts=5, num_per_token=2, size=SIZE, is_normed=True)
 
 
 @pytest.mark.parametrize("is_normed", [True, False])
@@ -73,15 +70,13 @@ def test_experts_give_what_torch_gives(
     def wide(layer: PlainLinear) -> PlainLinear:
         return PlainLinear(layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return functional.silu(gate) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
-
+    experts = replace(EXPERTS, activation=Activation(clamp=clamp))
     router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
     down = linear(5 * HIDDEN, SIZE)
     x = random(num_tokens, HIDDEN, dtype=dtype)
-    found = FusedExperts(EXPERTS, router, gate_up, down, clamp)(x)
+    found = FusedExperts(experts, router, gate_up, down)(x)
     logits = router(x)  # of the same rounding, so that the same experts are chosen
-    expected = mixed(EXPERTS, x.float(), logits, wide(gate_up), wide(down), gated)
+    expected = mixed(experts, x.float(), logits, wide(gate_up), wide(down))
     assert error(found, expected) < 5 * TOLERANCE[dtype]
 
 
@@ -90,14 +85,12 @@ def test_experts_may_have_gelu_and_factors_and_a_router_that_reads_something_els
     def linear(rows: int, columns: int) -> PlainLinear:
         return PlainLinear(random(rows, columns) / columns**0.5, None)
 
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return functional.gelu(gate, approximate="tanh") * up
-
+    config = replace(EXPERTS, activation=Activation(is_gelu=True))
     router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
     down, factors = linear(5 * HIDDEN, SIZE), random(5, seed=7)
     x, routed = random(12, HIDDEN), random(12, HIDDEN, seed=8)
-    experts = FusedExperts(EXPERTS, router, gate_up, down, is_gelu=True, factors=factors)
-    expected = mixed(EXPERTS, x, router(routed), gate_up, down, gated, factors)
+    experts = FusedExperts(config, router, gate_up, down, factors)
+    expected = mixed(config, x, router(routed), gate_up, down, factors)
     assert error(experts(x, routed), expected) < 5 * TOLERANCE[torch.float32]
 
 

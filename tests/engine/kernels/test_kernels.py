@@ -29,8 +29,8 @@ from penstock.engine.kernels.tables import (
     update_table,
 )
 from penstock.engine.memory.kv_codes import LIMITS, store
-from penstock.engine.models.layers.norm import unit_norm
-from penstock.engine.models.layers.rotary import rotate
+from penstock.engine.models.parts.attention.rotary import rotate
+from penstock.engine.models.parts.norm.layer import unit_norm
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 EPS = 1e-5

@@ -16,15 +16,14 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.memory.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.delta_net import DeltaNetConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.delta_net import (
-    DeltaNet,
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.layer import (
     Recurrence,
+    RecurrenceWeights,
     Segment,
     torch_recurrence,
 )
-from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.library import load_delta_net_library
 from penstock.scheduler.config import SchedulerConfig
@@ -106,7 +105,7 @@ def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
 def test_a_model_of_which_every_layer_has_attention_has_no_states(tmp_path: Path) -> None:
     model = make_model("qwen3_5", layer_types=["full_attention"] * 4)
     path = save(model, tmp_path)
-    assert ModelConfig.from_dir(path).delta_net is None
+    assert not any(ModelConfig.from_dir(path).recurrent)
     prompt = torch.randint(3, 96, (1, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(prompt).logits[0]
@@ -118,20 +117,19 @@ def test_a_model_of_which_every_layer_has_attention_has_no_states(tmp_path: Path
     assert CpuExecutor(config, path).info.num_states == 0
 
 
-CONFIG = DeltaNetConfig(
-    layers=(True,), num_key_heads=2, num_value_heads=6, key_dim=24, value_dim=80, num_taps=4
+CONFIG = DeltaNet(
+    hidden_size=64, num_key_heads=2, num_value_heads=6, key_dim=24, value_dim=80, num_taps=4
 )
 
 
 @pytest.fixture
-def layer() -> Iterator[tuple[DeltaNet, Tensor, Tensor]]:
+def layer() -> Iterator[tuple[RecurrenceWeights, Tensor, Tensor]]:
     """A layer, and the projections of 128 tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         heads = CONFIG.num_value_heads
-        made = DeltaNet(
+        made = RecurrenceWeights(
             config=CONFIG,
-            gates=PlainLinear(torch.zeros(2 * heads, 1), None),
             taps=torch.randn(4, CONFIG.num_channels),
             decay=-torch.rand(heads) * 4,
             bias=torch.randn(heads),
@@ -142,11 +140,11 @@ def layer() -> Iterator[tuple[DeltaNet, Tensor, Tensor]]:
 
 
 def run_in_chunks(
-    recurrence: Recurrence, layer: tuple[DeltaNet, Tensor, Tensor], size: int
+    recurrence: Recurrence, layer: tuple[RecurrenceWeights, Tensor, Tensor], size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and the matrices and inputs of the state."""
     net, projected, gates = layer
-    shape = CONFIG.state_shape
+    shape = CONFIG.state_shape(1)
     matrices = torch.full((2, shape.num_heads, shape.key_dim, shape.value_dim), torch.nan)
     inputs = torch.full((2, shape.num_inputs, shape.num_channels), torch.nan)
     outputs = []
@@ -159,7 +157,7 @@ def run_in_chunks(
 
 
 def test_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
-    recurrence: Recurrence, layer: tuple[DeltaNet, Tensor, Tensor]
+    recurrence: Recurrence, layer: tuple[RecurrenceWeights, Tensor, Tensor]
 ) -> None:
     first, *others = (run_in_chunks(recurrence, layer, size) for size in CHUNKS)
     for other in others:
@@ -167,7 +165,9 @@ def test_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
-def test_the_compiled_recurrence_is_that_of_torch(layer: tuple[DeltaNet, Tensor, Tensor]) -> None:
+def test_the_compiled_recurrence_is_that_of_torch(
+    layer: tuple[RecurrenceWeights, Tensor, Tensor],
+) -> None:
     library = load_delta_net_library()
     assert library is not None
     found = run_in_chunks(NativeRecurrence(library, 2), layer, 64)
@@ -349,8 +349,9 @@ def test_a_published_config_gives_the_size_of_the_text_model(
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = ModelConfig.from_dir(tmp_path)
     assert config.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
-    assert config.delta_net is not None
-    assert config.delta_net.state_shape.num_bytes / 2**20 == pytest.approx(state_mib, rel=0.05)
+    state = config.kv_layout(4096).state
+    assert state is not None
+    assert state.num_bytes / 2**20 == pytest.approx(state_mib, rel=0.05)
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)

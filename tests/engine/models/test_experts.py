@@ -1,7 +1,6 @@
 """Mixtures of experts: who computes a token, how experts are stored, and what of them is read."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ from penstock.engine.config import Quantization
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.experts import ExpertsConfig
-from penstock.engine.models.layers.experts import routes
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.layer import routes
 from penstock.engine.native.model import NativeModel, check_features
 from tests.engine.executors.test_cpu import assign, generate
+from tests.support.changed_models import changed
 from tests.support.compiler import needs_compiler
 from tests.support.paths import ROOT
 from tests.support.quantized_checkpoints import FORMATS
@@ -86,9 +86,7 @@ def test_experts_that_are_stacked_in_the_file_give_the_same_bits(
 
 @pytest.mark.parametrize("is_normed", [True, False])
 def test_of_equal_logits_the_first_experts_are_chosen(is_normed: bool) -> None:
-    experts = ExpertsConfig(
-        layers=(True,), num_experts=5, num_per_token=2, intermediate_size=8, is_normed=is_normed
-    )
+    experts = Experts(hidden_size=64, num_experts=5, num_per_token=2, size=8, is_normed=is_normed)
     chosen, weights = routes(experts, torch.tensor([[1.0] * 5, [0.0, 3.0, 2.0, 3.0, 2.0]]))
     assert chosen.tolist() == [[0, 1], [1, 3]]
     assert weights[0].tolist() == pytest.approx([0.5, 0.5] if is_normed else [0.2, 0.2])
@@ -110,7 +108,7 @@ def reached(path: Path, num_tokens: int) -> int:
     model: Any = made.model
     num = 0
     for layer in model.layers:
-        router = layer.router
+        router = layer.experts.router
 
         def counted(x: Tensor, router: Any = router) -> Tensor:
             nonlocal num
@@ -118,7 +116,7 @@ def reached(path: Path, num_tokens: int) -> int:
             num += len({*routes(model.config.experts, logits)[0].flatten().tolist()})
             return logits
 
-        object.__setattr__(layer, "router", counted)
+        object.__setattr__(layer.experts, "router", counted)
     made.run([(0, 0, num_tokens)])
     return num
 
@@ -314,9 +312,8 @@ def test_what_is_not_compiled_beside_experts_is_refused_by_name(mixture: Path) -
     config = ModelConfig.from_dir(mixture)
     check_features(config, torch.bfloat16)
     with pytest.raises(UnsupportedFeature, match="experts with post_norms, which the compiled"):
-        check_features(replace(config, post_norms=True), torch.bfloat16)
-    assert config.experts is not None
-    odd = replace(config, experts=replace(config.experts, intermediate_size=23))
+        check_features(changed(config, norms={"post": True}), torch.bfloat16)
+    odd = changed(config, experts={"size": 23})
     with pytest.raises(UnsupportedFeature, match="experts of an odd size"):
         check_features(odd, torch.bfloat16)
 

@@ -216,5 +216,5 @@ def test_a_flag_that_no_kernel_computes_is_refused_by_name(
 ) -> None:
     read = ModelConfig.from_dir
     monkeypatch.setattr(ModelConfig, "from_dir", lambda path: reversed_config(read(path)))
-    with pytest.raises(UnsupportedFeature, match="is_reversed, which the GPU's fused step"):
+    with pytest.raises(UnsupportedFeature, match="Reversed, which the GPU's fused step"):
         Model("llama2", tmp_path)

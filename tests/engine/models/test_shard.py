@@ -14,7 +14,6 @@ from penstock.engine.config import LoadFormat, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
 from penstock.engine.memory.kv_shape import KVHeads
-from penstock.engine.models import shard as shard_module
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
@@ -24,8 +23,10 @@ from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.phases import LoadProgress, Phases
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.changed_models import changed
 from tests.support.tiny_models import engine_config, make_model, save
 
+_GLOBAL = "num_global_key_value_heads"
 FLOAT32 = partial(torch.empty, dtype=torch.float32)
 
 
@@ -60,7 +61,7 @@ def test_ranks_that_share_a_key_head_have_all_of_it(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     for rank in range(4):
         shard = Shard(model, rank, 4)
-        assert (shard.config.num_heads, shard.config.num_kv_heads) == (1, 1)
+        assert (shard.config.num_heads, shard.config.attentions[0].num_kv_heads) == (1, 1)
         assert shard.of(name, tensors[name]).equal(tensors[name])
 
 
@@ -68,7 +69,7 @@ def test_the_heads_of_a_gated_delta_net_stay_with_the_values_that_they_serve(
     tmp_path: Path,
 ) -> None:
     model, tensors = saved(tmp_path, "qwen3_5_moe", linear_num_value_heads=4)
-    prefix, net = "model.layers.0.linear_attn.", model.delta_net
+    prefix, net = "model.layers.0.linear_attn.", model.layers[0].delta_net
     assert net is not None and (net.num_key_heads, net.key_dim, net.value_dim) == (2, 24, 32)
     queries, keys, values = torch.split(tensors[f"{prefix}in_proj_qkv.weight"], [48, 48, 128])
     taps = torch.split(tensors[f"{prefix}conv1d.weight"], [48, 48, 128])
@@ -90,9 +91,13 @@ def test_the_heads_of_a_gated_delta_net_stay_with_the_values_that_they_serve(
 
 def test_layers_are_split_by_their_own_heads_and_sizes(tmp_path: Path) -> None:
     save(make_model("gemma4_small_wrapped", num_global_key_value_heads=None), tmp_path)
-    model = replace(ModelConfig.from_dir(tmp_path), full_heads=KVHeads(1, 32))
+    model = ModelConfig.from_dir(tmp_path)
+    full = [layer.window is None for layer in model.layers]
+    one = changed(model, mixer={"num_kv_heads": 1, "head_dim": 32}).layers
+    layers = zip(full, one, model.layers, strict=True)
+    model = replace(model, layers=tuple(a if is_full else b for is_full, a, b in layers))
     shard = Shard(model, 1, 2)
-    heads = [shard.config.layer_shape(layer).heads for layer in range(2)]
+    heads = [attention.heads for attention in shard.config.attentions[:2]]
     assert heads == [KVHeads(1, 24), KVHeads(1, 32)]  # the second of two, and one that both have
     of_keys = (
         shard.of(f"model.layers.{layer}.self_attn.k_proj.weight", torch.arange(rows).view(-1, 1))
@@ -120,7 +125,9 @@ def resident_bytes(path: Path) -> int:
 
 def test_a_rank_reads_its_rows_of_a_file_and_no_more(tmp_path: Path) -> None:
     model, _ = saved(tmp_path, "llama2")
-    model = replace(model, num_heads=2, num_kv_heads=2, head_dim=4096, hidden_size=8192)
+    model = changed(
+        model, hidden_size=8192, mixer={"num_heads": 2, "num_kv_heads": 2, "head_dim": 4096}
+    )
     name, file = "model.layers.0.self_attn.q_proj.weight", tmp_path / "model.safetensors"
     save_file({name: torch.ones(8192, 8192, dtype=torch.float16)}, file)
     source = Checkpoint(tmp_path, FLOAT32, shard=Shard(model, 1, 2))
@@ -187,12 +194,16 @@ def test_random_weights_differ_between_ranks_where_the_model_is_split(tmp_path: 
     ("size", "changes", "message"),
     [
         (3, {}, "num_attention_heads is 4, which is not a multiple of 3; use 1 or 2 or 4"),
-        (2, {"intermediate_size": 7}, "intermediate_size is 7, .* use 1"),
-        (4, {"num_heads": 12, "num_kv_heads": 6}, "num_key_value_heads is 6, which is neither"),
+        (2, {"mlp": {"size": 7}}, "intermediate_size is 7, .* use 1"),
         (
             4,
-            {"num_heads": 12, "full_heads": KVHeads(6, 16)},
-            "num_global_key_value_heads is 6, which is neither .*; use 1 or 2$",
+            {"mixer": {"num_heads": 12, "num_kv_heads": 6}},
+            "num_key_value_heads is 6, which is neither",
+        ),
+        (
+            4,
+            {"mixer": {"num_heads": 12, "num_kv_heads": 6, "kv_heads_key": _GLOBAL}},
+            f"{_GLOBAL} is 6, which is neither .*; use 1 or 2$",
         ),
     ],
 )
@@ -201,7 +212,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_sizes_that_can(
 ) -> None:
     model, _ = saved(tmp_path, "llama2")
     with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size {size}: .*{message}"):
-        Shard(replace(model, **changes), 0, size)
+        Shard(changed(model, **changes), 0, size)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +233,29 @@ def test_so_is_one_whose_recurrence_or_shared_expert_cannot_be_split(
         Shard(model, 0, size)
 
 
-def test_a_feature_that_it_does_not_know_how_to_split_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["llama2", "gemma4", "qwen3_5_moe", "gpt_oss"])
+def test_the_only_rank_has_the_model_as_it_is(family: str, tmp_path: Path) -> None:
+    model, tensors = saved(tmp_path, family)
+    shard = Shard(model)
+    assert shard.config is model and not any(map(shard.splits, tensors))
+    assert all(shard.of(name, tensor) is tensor for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "family", ["llama_biases", "phi4", "olmo2", "gemma4_moe", "qwen3_5_moe", "gpt_oss"]
+)
+def test_the_parts_of_a_rank_have_the_shapes_that_their_tensors_are_cut_to(
+    family: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    saved(tmp_path, "qwen3")
-    monkeypatch.setattr(shard_module, "FEATURES", shard_module.FEATURES - {"qk_norm"})
-    message = "this model has qk_norm, which cannot be split over ranks so far"
-    with pytest.raises(InvalidConfig, match=f"--tensor-parallel-size 2: {message}"):
-        check_parallel(engine_config(tmp_path, tensor_parallel_size=2), tmp_path)
+    options = {"linear_num_value_heads": 4} if family == "qwen3_5_moe" else {}
+    model, tensors = saved(tmp_path, family, **options)
+    shard = Shard(model, num_ranks - 1, num_ranks)
+    for index, layer in enumerate(shard.config.layers):
+        for name, _, shape in layer.tensors.shapes():
+            full = f"model.layers.{index}.{name}"
+            if full in tensors:
+                assert shard.of(full, tensors[full]).shape == shape, full
 
 
 def test_a_tensor_of_another_size_than_config_json_implies_is_refused(tmp_path: Path) -> None:

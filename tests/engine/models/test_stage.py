@@ -10,13 +10,12 @@ from safetensors.torch import load_file
 
 from penstock.engine.config import Quantization
 from penstock.engine.executors.parallel import check_parallel
-from penstock.engine.models import stage
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.gemma4 import PerLayerInputs
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.llama import read_layer
+from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
+from penstock.engine.models.parts.reader import PartReader
 from penstock.engine.models.quantization.at_load.quantize import quantization_plan
-from penstock.engine.models.shard import FEATURES
 from penstock.engine.models.stage import Stage, divided, layer_weights, stage_starts
 from penstock.engine.models.weights import Checkpoint
 from penstock.scheduler.errors import InvalidConfig
@@ -49,8 +48,8 @@ def test_a_stage_reads_its_own_layers(tmp_path: Path) -> None:
     source = stage.of(Checkpoint(tmp_path, torch.empty))
     layer = read_layer(stage.config, source, PlainLinear, 0)
     name = f"model.layers.{stage.layers.start}.self_attn.o_proj.weight"
-    assert isinstance(layer.output, PlainLinear) and stage.layers.start > 0
-    assert layer.output.weight.equal(stored[name])
+    assert isinstance(layer.mixer.output, PlainLinear) and stage.layers.start > 0
+    assert layer.mixer.output.weight.equal(stored[name])
 
 
 def test_layers_that_share_keys_and_values_are_in_the_stage_that_has_them(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_layers_that_share_keys_and_values_are_in_the_stage_that_has_them(tmp_pa
     assert model.kv_shape.sources[3:] == (2, 1, 2, 1) and stage_starts(model) == [1]
     first, last = (Stage(model, index, 2) for index in range(2))
     assert (first.layers, last.layers) == (range(1), range(1, 7))
-    assert first.config.num_shared_kv_layers == 0
+    assert all(attention.has_keys for attention in first.config.attentions)
     assert last.config.kv_shape.sources == (0, 1, 1, 0, 1, 0)
     with pytest.raises(InvalidConfig, match="so it has at most 2 stages"):
         Stage(model, 0, 3)
@@ -73,8 +72,13 @@ def test_a_stage_reads_what_per_layer_inputs_of_its_layers_need(tmp_path: Path) 
     whole, part = Checkpoint(tmp_path, torch.empty), Stage(model, 1, 2)
     ids, embedded = torch.tensor([3, 95]), torch.randn(2, model.hidden_size)
     of_all, own = (
-        PerLayerInputs(config, model.per_layer_inputs, source, PlainLinear, maps_table=True)
+        PerLayerInputsTable(
+            config.per_layer_inputs,
+            PartReader(source, PlainLinear, model.norm),
+            maps_table=True,
+        )
         for config, source in ((model, whole), (part.config, part.of(whole)))
+        if config.per_layer_inputs is not None
     )
     assert own.shape == (6, 8)
     for expected, given in zip(of_all(ids, embedded)[1:], own(ids, embedded), strict=True):
@@ -86,7 +90,7 @@ def test_the_weights_of_all_stages_are_the_whole(family: str, tmp_path: Path) ->
     model = model_of(tmp_path, family)
     stages = [Stage(model, index, 3) for index in range(3)]
     held = sum(stage.config.weight_bytes(4) - stage.absent_bytes(4) for stage in stages)
-    twice = model.vocab_size * model.hidden_size if model.tied_embeddings else 0
+    twice = model.vocab_size * model.hidden_size if model.head.is_tied else 0
     assert held == model.weight_bytes(4) + 4 * twice
     assert len(layer_weights(model)) == model.num_layers + 1
 
@@ -96,7 +100,7 @@ def test_a_block_takes_as_much_as_in_the_stage_with_most_layers_of_its_group(
 ) -> None:
     model = model_of(tmp_path, "gpt_oss")  # a window in the first and the last of three layers
     layout = model.kv_layout(128)
-    of_layer = 16 * 2 * model.num_kv_heads * model.head_dim * 4
+    of_layer = 16 * 2 * model.attentions[0].num_kv_heads * model.head_dim * 4
     pools = Stage(model, 0, 3).pools(layout, 16, 4)
     assert [pool.block_bytes for pool in pools] == [of_layer, of_layer]
     assert Stage(model, 1, 3).layout(layout).group_of == (0,)
@@ -113,12 +117,10 @@ def test_every_stage_has_the_pools_of_both_kinds_of_layers(tmp_path: Path) -> No
             0
         ] * of_layer
         states = [stage.layout(layout).state for stage in stages]
-        nets = [stage.config.delta_net for stage in stages]
-        assert [state.num_layers for state in states if state is not None] == [
-            net.num_layers if net else 0 for net in nets
-        ]
+        nums = [sum(stage.config.recurrent) for stage in stages]
+        assert [state.num_layers for state in states if state is not None] == nums
         assert len(states) == num_stages and None not in states
-    assert Stage(model, 3, 4).config.delta_net is None
+    assert not any(Stage(model, 3, 4).config.recurrent)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +145,12 @@ def test_what_stages_do_not_compute_is_refused_by_name(
     assert wanted in str(refused.value)
 
 
-def test_a_model_that_cannot_be_cut_is_refused_by_the_name_of_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = replace(model_of(tmp_path), value_norm=True)
-    monkeypatch.setattr(stage, "FEATURES", FEATURES - {"value_norm"})
-    with pytest.raises(InvalidConfig, match="value_norm, which cannot be cut into stages"):
-        Stage(model, 0, 2)
+@pytest.mark.parametrize("family", ["llama2", "gemma4", "qwen3_5", "gpt_oss"])
+def test_the_only_stage_is_the_model(family: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path, family)
+    stage, source = Stage(model, 0, 1), Checkpoint(tmp_path, torch.empty)
+    assert stage.config is model and stage.of(source) is source
+    assert stage.layers == range(model.num_layers) and not stage.absent_bytes(2)
 
 
 def test_rows_of_a_stages_layers_are_not_read_of_a_quantized_projection(tmp_path: Path) -> None:

@@ -160,5 +160,5 @@ def test_a_weight_format_that_is_not_compiled_is_refused_by_name(tmp_path: Path)
 def test_a_flag_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
     config = ModelConfig.from_dir(save(make_model("llama_biases"), tmp_path))
     check_features(config, torch.float32)
-    with pytest.raises(UnsupportedFeature, match="has is_reversed, which the compiled CPU step"):
+    with pytest.raises(UnsupportedFeature, match="has Reversed, which the compiled CPU step"):
         check_features(reversed_config(config), torch.float32)

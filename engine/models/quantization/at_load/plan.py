@@ -91,7 +91,9 @@ class Scheme:
         """The parts of a layer that is stacked from `names`, in the order of its rows."""
         if len(names) > 1 and names[-1].endswith(".v_proj"):
             index = int(names[-1].removeprefix("model.layers.").partition(".")[0])
-            values = self.model.layer_shape(index - self.first_layer).qkv["self_attn.v_proj"]
+            attention = self.model.layers[index - self.first_layer].attention
+            assert attention is not None, names
+            values = attention.kv_size
             stacked = [(names[:-1], rows - values), (names[-1:], values)]
         else:
             stacked = [(names, rows)]

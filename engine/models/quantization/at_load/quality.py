@@ -5,6 +5,7 @@ for it. In float32: what bfloat16 rounds of the states would hide what 8 bits do
 The rounding of states, as products of the compiled step have it, is not part of the figures.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,17 +20,14 @@ from penstock.engine.memory.kv_pool import KVPool
 from penstock.engine.memory.kv_shape import KVShape
 from penstock.engine.model_input import ModelInput
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.gemma4 import PerLayerInputs
-from penstock.engine.models.layers.linear import PlainLinear, read_linear
-from penstock.engine.models.layers.norm import rms_norm
-from penstock.engine.models.layers.rotary import RotaryTables
-from penstock.engine.models.llama import (
-    embed,
-    read_layer,
-    read_norm,
-    run_layer,
-    scaled_logits,
-)
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.llama import read_layer
+from penstock.engine.models.parts.attention.rotary import RotaryTables
+from penstock.engine.models.parts.embedding.layer import embed
+from penstock.engine.models.parts.head.layer import scaled_logits
+from penstock.engine.models.parts.norm.layer import rms_norm
+from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
+from penstock.engine.models.parts.reader import PartReader
 from penstock.engine.models.weights import WeightSource
 
 # More take longer than the rounding itself: each weight is multiplied by each token in both models.
@@ -79,34 +77,36 @@ def compare(
     tokens."""
     sides = (unquantized, quantized)
     step = _prompt(token_ids, device)
-    angles = RotaryTables(model, len(token_ids), device).at(step.positions)
+    angles = RotaryTables(model.layers, len(token_ids), device).at(step.positions)
     embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
-    states = [embed(model, embedding, step.token_ids)] * 2
+    states = [embed(model.embedding, embedding, step.token_ids)] * 2
     del embedding
     inputs = [
-        per_layer(step.token_ids, before) if per_layer else [None] * model.num_layers
+        _inputs(model, weights, step.token_ids, before)
         for weights, before in zip(sides, states, strict=True)
-        for per_layer in [PerLayerInputs.read(model, weights, PlainLinear, maps_table=True)]
     ]
     pools = [_OneByOne(model.kv_shape, len(token_ids), device) for _ in sides]
     for index in range(model.num_layers):
-        states = [
-            run_layer(
-                model,
-                read_layer(model, weights, PlainLinear, index),
-                index,
-                gathered_attention,
-                before,
-                angles[index],
-                *pool.layer(index),
-                step,
-                of_side[index],
-            )
-            for weights, before, pool, of_side in zip(sides, states, pools, inputs, strict=True)
-        ]
+        after = []
+        for weights, before, pool, own in zip(sides, states, pools, inputs, strict=True):
+            layer = read_layer(model, weights, PlainLinear, index)
+            of_layer = (gathered_attention, angles[index], *pool.layer(index))
+            mixed = layer.attention(layer.normed(before), index, *of_layer, step)
+            after.append(layer.go_on(index, before, mixed, step, own[index]))
+        states = after
     return _compared(
         [_logits(model, *side) for side in zip(sides, states, strict=True)], step.token_ids
     )
+
+
+def _inputs(
+    model: ModelConfig, weights: WeightSource, token_ids: Tensor, embedded: Tensor
+) -> Sequence[Tensor | None]:
+    """The layers' own inputs, where the model has any."""
+    if model.per_layer_inputs is None:
+        return [None] * model.num_layers
+    reader = PartReader(weights, PlainLinear, model.norm)
+    return PerLayerInputsTable(model.per_layer_inputs, reader, maps_table=True)(token_ids, embedded)
 
 
 class _OneByOne:
@@ -129,15 +129,16 @@ class _OneByOne:
 
 
 def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor:
-    norm = read_norm(model, weights, model.hidden_size, "model.norm.weight")
-    shape = (model.vocab_size, model.hidden_size)
-    if not model.tied_embeddings:
-        head = read_linear(weights, PlainLinear, *shape, "lm_head")
+    reader = PartReader(weights, PlainLinear, model.norm)
+    norm, output = reader.final_norm(model.head.vectors["norm"]), model.head.linears["output"]
+    shape = output.shape
+    if not model.head.is_tied:
+        head = reader.linear(output)
     else:
         head = weights.quantized(shape, None, "lm_head") or PlainLinear(
             weights.read(shape, "model.embed_tokens.weight"), None
         )
-    return scaled_logits(model, head(rms_norm(states, norm, model.rms_norm_eps)))
+    return scaled_logits(model.head, head(rms_norm(states, norm, reader.eps)))
 
 
 def _compared(logits: list[Tensor], token_ids: Tensor) -> Quality:

@@ -15,7 +15,7 @@ from penstock.engine.model_info import QuantizationInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import Kept
-from penstock.engine.models.per_layer_inputs import PROJECTION
+from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION
 from penstock.engine.models.quantization.at_load.cache import (
     CacheWriter,
     cache_directory,
@@ -65,7 +65,7 @@ def quantization_plan(
     `Plan.of`. Raises InvalidConfig for a model that nothing computes from codes."""
     if method is None:
         return None
-    if model.delta_net is not None:
+    if any(model.recurrent):
         raise InvalidConfig(
             f"--quantization is {method}, and a model with gated delta nets is computed from plain "
             "weights alone; leave it out"
@@ -184,7 +184,7 @@ class Rounder:
 
     def _round(self, part: Part) -> Codes:
         names = part.names
-        if names == ("lm_head",) and self.plan.scheme.model.tied_embeddings:
+        if names == ("lm_head",) and self.plan.scheme.model.head.is_tied:
             names = ("model.embed_tokens",)
         weight = self._plain.read(part.shape, *(f"{name}.weight" for name in names))
         start = time.perf_counter()

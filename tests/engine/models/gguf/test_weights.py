@@ -189,7 +189,7 @@ def test_the_memory_of_weights_is_known_before_they_are_read(
     foretold = weight_bytes(config, LoadFormat.AUTO, path, dtype, kept=kept)
     model = Harness(path, dtype=dtype, make_linear=PlainLinear, kept=kept).model
     assert isinstance(model, LlamaModel)
-    is_copy = not config.tied_embeddings or (weight_formats(path) and keeps_codes)
+    is_copy = not config.head.is_tied or (weight_formats(path) and keeps_codes)
     embedding = model.embedding.nbytes if is_copy else 0
     assert foretold == model.step_weight_bytes + embedding
 

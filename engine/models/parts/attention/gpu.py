@@ -1,0 +1,105 @@
+"""Attention on a GPU: what comes between its two products."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
+from penstock.engine.device_step import DeviceStep, Rotation
+from penstock.engine.kernels.gates import apply_gates, without_gates
+from penstock.engine.kernels.norm import rms_norm
+from penstock.engine.kernels.rope import rotate_and_store
+from penstock.engine.memory.kv_codes import KVPages
+from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.parts.attention.layer import AttentionLayer, normed_whole
+from penstock.engine.models.parts.attention.rotary import Angles
+
+
+class FusedAttention:
+    """It waits for nothing, so a CUDA graph may hold it."""
+
+    def __init__(self, layer: AttentionLayer, angles: Angles) -> None:
+        """Raises UnsupportedWeightFormat."""
+        config = layer.config
+        self.qkv = FUSED_LINEARS.of(layer.qkv)
+        self.output = FUSED_LINEARS.of(layer.output)
+        self.head_dim = config.head_dim
+        self._layer = layer
+        self._rotation = Rotation(
+            cos=angles.cos,
+            sin=angles.sin,
+            query_norm=None if config.norms_whole else layer.query_norm,
+            key_norm=None if config.norms_whole else layer.key_norm,
+            eps=layer.eps,
+            query_factors=angles.query_factors,
+            rotary_dim=angles.rotary_dim,
+            kv_parts=config.num_kv_parts,
+            norms_values=config.norms_values,
+        )
+
+    def __call__(
+        self,
+        projected: Tensor,
+        attention: DeviceAttention,
+        pages: tuple[KVPages, KVPages],
+        step: DeviceStep,
+        out: Tensor,
+    ) -> Tensor:
+        """What the output product reads, (T, num_heads * head_dim), in the memory of out, (T,
+        num_heads, head_dim). projected: what qkv gives. step: as the layer's group sees it."""
+        config = self._layer.config
+        if not config.has_gates:
+            self._attend(projected, attention, pages, step, out)
+            return out.flatten(1)
+        ungated = without_gates(projected, config.num_heads, config.head_dim)
+        self._attend(ungated, attention, pages, step, out)
+        apply_gates(projected, out)
+        return out.flatten(1)
+
+    def _attend(
+        self,
+        projected: Tensor,
+        attention: DeviceAttention,
+        pages: tuple[KVPages, KVPages],
+        step: DeviceStep,
+        out: Tensor,
+    ) -> None:
+        layer, rotation, (keys, values) = self._layer, self._rotation, pages
+        window = layer.config.window
+        if layer.config.norms_whole:
+            self._norm_whole(projected)
+        if step.chunk_starts is None and isinstance(attention, RotatingAttention):
+            attention.rotated(projected, rotation, keys, values, step, window, out, layer.sinks)
+            return
+        query = torch.empty_like(out)
+        rotate_and_store(
+            projected,
+            step.positions,
+            step.kv_slots,
+            rotation.cos,
+            rotation.sin,
+            rotation.query_norm,
+            rotation.key_norm,
+            rotation.eps,
+            keys,
+            values,
+            query,
+            rotation.query_factors,
+            rotation.rotary_dim,
+            kv_parts=rotation.kv_parts,
+            norms_values=rotation.norms_values,
+        )
+        attention(query, keys, values, step, window, out, layer.sinks)
+
+    def _norm_whole(self, projected: Tensor) -> None:
+        """In place, queries and keys each over all heads."""
+        layer = self._layer
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        assert query_norm is not None and key_norm is not None, "norms_whole has both"
+        sizes = [len(query_norm), len(key_norm)]
+        query, key = torch.split(projected[:, : sum(sizes)], sizes, dim=1)
+        if layer.group is None:
+            for weight, columns in ((query_norm, query), (key_norm, key)):
+                rms_norm(columns, weight, layer.eps, columns)
+            return
+        for columns, normed in zip((query, key), normed_whole(layer, query, key), strict=True):
+            columns.copy_(normed)

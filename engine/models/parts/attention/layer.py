@@ -1,0 +1,103 @@
+"""Attention over a paged KV cache in torch."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.protocol import Attention as Backend
+from penstock.engine.memory.kv_codes import KVPages, store
+from penstock.engine.model_input import ModelInput
+from penstock.engine.models.layers.linear import Linear, tensor_bytes
+from penstock.engine.models.lora.adapter import adapted
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.attention.rotary import Angles, rotate
+from penstock.engine.models.parts.norm.layer import normed, unit_norm
+from penstock.engine.models.parts.reader import PartReader
+from penstock.engine.models.parts.sums import summed
+from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.ranks.group import Group
+
+
+class AttentionLayer:
+    """One layer's weights. qkv is stacked, so that it is one matrix product. sinks: see the
+    protocol of `penstock.engine.attention`. group: of ranks that have other heads."""
+
+    def __init__(self, config: Attention, reader: PartReader, group: Group | None) -> None:
+        linears, vectors = config.linears, config.vectors
+        self.config = config
+        self.eps = reader.eps
+        self.group = group
+        self.qkv: Linear = reader.linear(linears["qkv"])
+        self.query_norm = reader.norm(vectors.get("query_norm"))
+        self.key_norm = reader.norm(vectors.get("key_norm"))
+        self.output: Linear = reader.linear(linears["output"])
+        self.sinks = reader.wide(vectors["sinks"]) if config.has_sinks else None
+
+    @property
+    def num_bytes(self) -> int:
+        vectors = tensor_bytes(self.query_norm, self.key_norm, self.sinks)
+        return self.qkv.num_bytes + self.output.num_bytes + vectors
+
+    def __call__(
+        self,
+        x: Tensor,
+        index: int,
+        attention: Backend,
+        angles: Angles,
+        keys: KVPages,
+        values: KVPages,
+        step: ModelInput,
+    ) -> Tensor:
+        """What it makes of x, (T, hidden_size), on this rank.
+
+        index: which layer it is. angles: of the step's positions. keys, values: the layer's own
+        part of the pool; the step's are written to them, unless it reads another layer's.
+        """
+        config = self.config
+        projected = adapted(self.qkv, x, step.adapters, index, Stack.QKV)
+        query, *own = torch.split(projected, config.qkv_sizes, dim=1)
+        gate = None
+        if config.has_gates:
+            query, gate = query.view(len(x), config.num_heads, -1).chunk(2, dim=-1)
+            query = query.flatten(1)
+        if config.norms_whole:
+            query, own[0] = normed_whole(self, query, own[0])
+        cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
+
+        def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
+            """Queries or keys as they are multiplied."""
+            each = projected.view(len(x), -1, config.head_dim)
+            if not config.norms_whole:
+                each = normed(each, norm, self.eps)
+            return rotate(each, cos, sin, angles.rotary_dim)
+
+        if own:
+            value = own[-1].view(len(x), -1, config.head_dim)
+            if config.norms_values:
+                value = unit_norm(value, self.eps)
+            store(keys, step.kv_slots, heads(own[0], self.key_norm))
+            store(values, step.kv_slots, value)
+        query = heads(query, self.query_norm)
+        if angles.query_factors is not None:
+            query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
+        mixed = attention(query, keys, values, step, config.window, self.sinks)
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
+        return adapted(self.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
+
+
+def normed_whole(layer: AttentionLayer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Each over all heads, those of other ranks too."""
+    eps = layer.eps
+    if layer.group is None:
+        return normed(query, layer.query_norm, eps), normed(key, layer.key_norm, eps)
+    means = torch.stack([each.float().square().mean(-1) for each in (query, key)])
+    assert layer.query_norm is not None and layer.key_norm is not None, "norms_whole has both"
+    # Every rank has as many heads, and a head that several have counts equally often as another.
+    of_all = summed(layer.group, means) / layer.group.size
+    factors = (of_all + eps).rsqrt().unsqueeze(-1)
+    norms = (layer.query_norm, layer.key_norm)
+    query, key = (
+        (each.float() * factor * weight).to(each.dtype)
+        for each, factor, weight in zip((query, key), factors, norms, strict=True)
+    )
+    return query, key

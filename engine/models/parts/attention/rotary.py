@@ -1,0 +1,164 @@
+"""Rotary position embedding: the tables of angles, and the rotation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.engine.models.layer import Layer
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """What rotates the heads of one layer.
+
+    cos, sin: (rows, head_dim / 2) float32. Of these the first rotary_dim / 2 are angles; the others
+    are 0, for dimensions that are not rotated: see `rotate`. query_factors: what queries are
+    multiplied by besides, (rows,) float32, or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None
+    rotary_dim: int
+
+    def at(self, positions: Tensor) -> "Angles":
+        """Of a table with a row for each position: those at positions, (T,) int64."""
+        factors = self.query_factors
+        factors = None if factors is None else factors[positions]
+        return Angles(self.cos[positions], self.sin[positions], factors, self.rotary_dim)
+
+
+class RotaryTables:
+    """The angles of each layer that has attention, by its index: (num_positions, head_dim / 2).
+    Layers with the same angles share them."""
+
+    def __init__(self, layers: Sequence[Layer], num_positions: int, device: torch.device) -> None:
+        tables: dict[tuple[object, ...], Angles] = {}
+        self.layers: dict[int, Angles] = {}
+        for index, layer in enumerate(layers):
+            if (of := layer.attention) is None:
+                continue
+            kind = (of.rope, of.head_dim, of.rotary_dim, of.query_scaling, of.scale)
+            if kind not in tables:
+                tables[kind] = _angles(of, num_positions, device)
+            self.layers[index] = tables[kind]
+
+    def at(self, positions: Tensor) -> dict[int, Angles]:
+        """The angles of these positions."""
+        found = {id(table): table for table in self.layers.values()}
+        rows = {key: table.at(positions) for key, table in found.items()}
+        return {index: rows[id(table)] for index, table in self.layers.items()}
+
+
+def _angles(config: Attention, num_positions: int, device: torch.device) -> Angles:
+    rotary_dim = config.rotary_dim or config.head_dim
+    factors = _query_factors(config, num_positions)
+    factors = None if factors is None else factors.to(device)
+    cos, sin = _table(config.rope, config.head_dim, rotary_dim, num_positions, device)
+    return Angles(cos, sin, factors, rotary_dim)
+
+
+def _table(
+    rope: RopeConfig | None,
+    head_dim: int,
+    rotary_dim: int,
+    num_positions: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    if rope is None:  # one row for all positions
+        cos, sin = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
+        return cos.expand(num_positions, -1), sin.expand(num_positions, -1)
+    cos, sin = rotary_table(rope, rotary_dim, num_positions, device)
+    rest = (head_dim - rotary_dim) // 2
+    if not rest:
+        return cos, sin
+    return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
+
+
+def _query_factors(config: Attention, num_positions: int) -> Tensor | None:
+    """Attention computes with the scale head_dim ** -0.5; what differs from it is a factor of the
+    queries, as is Llama 4's growth by position."""
+    if config.query_scaling is None and config.scale is None:
+        return None
+    factors = torch.ones(num_positions)
+    if config.scale is not None:
+        factors *= config.scale * math.sqrt(config.head_dim)
+    if config.query_scaling is not None:
+        beta, length = config.query_scaling
+        periods = torch.arange(num_positions) // length
+        factors *= 1 + beta * torch.log1p(periods.float())
+    return factors
+
+
+def rotary_table(
+    rope: RopeConfig, rotary_dim: int, num_positions: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles, each (num_positions, rotary_dim / 2) float32.
+
+    Source of `llama3`: Llama 3.1's apply_scaling, as transformers has it. Of `longrope` there are
+    two sets of divisors, and a sequence that grows from one to the other would need all its keys
+    again; so as vLLM does, the long ones are used as soon as a sequence may be longer.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        # A wave is scaled by how many periods of it fit the original context.
+        turns = rope.original_max_positions * frequencies / (2 * math.pi)
+        ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = ramp.clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
+    elif rope.kind == "yarn":
+        kept = _yarn_kept(rope, rotary_dim)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
+    elif rope.kind == "longrope":
+        is_long = rope.long_divisors and num_positions > rope.original_max_positions
+        frequencies = frequencies / torch.tensor(rope.long_divisors if is_long else rope.divisors)
+    elif rope.kind == "proportional":
+        frequencies[int(rope.share * rotary_dim // 2) :] = 0
+        frequencies = frequencies / rope.factor
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return cos.to(device), sin.to(device)
+
+
+def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """The share of each frequency that is kept unscaled: (rotary_dim / 2,), from 1 down to 0.
+
+    Source: Peng et al. 2023, section 3.2 (arXiv:2309.00071), as transformers has it.
+    """
+
+    def dimension(turns: float) -> float:
+        """The one whose wave has this many periods within the original context."""
+        wavelength = rope.original_max_positions / (turns * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = dimension(rope.high_freq_factor), dimension(rope.low_freq_factor)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    ramp = (torch.arange(rotary_dim // 2) - first) / max(last - first, 0.001)
+    return 1 - ramp.clamp(0, 1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> Tensor:
+    """Rotates each pair (i, i + rotary_dim / 2) of x, (T, heads, head_dim); cos, sin: (T, 1, .).
+
+    rotary_dim: the whole head by default; the dimensions after it stay as they are. What float16
+    cannot hold is NaN. As an infinity, a key could get the weight 0, and the answer would be wrong
+    without a sign of it; a NaN reaches the logits.
+    """
+    if rotary_dim is not None and rotary_dim < x.shape[-1]:
+        half = rotary_dim // 2
+        rotated = rotate(x[..., :rotary_dim], cos[..., :half], sin[..., :half])
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    left, right = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    return rotated + (rotated - rotated) if x.dtype is torch.float16 else rotated

@@ -1,0 +1,1 @@
+"""Gated delta nets: a recurrence in place of attention."""

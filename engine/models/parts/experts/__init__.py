@@ -1,0 +1,1 @@
+"""Mixtures of experts, with a shared one or beside an MLP."""

@@ -1,0 +1,169 @@
+"""`Experts`: what config.json says of a mixture of experts. Imports no tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.json_file import Fields
+from penstock.engine.models.parts.activation import SILU, Activation
+from penstock.engine.models.parts.tensors import (
+    Axis,
+    LinearSpec,
+    MatrixSpec,
+    VectorSpec,
+    differences,
+)
+
+# Far more than any model has.
+_MAX_EXPERTS = 2**14
+MAX_WIDTH = 2**22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A router gives each token a logit for every expert; it is computed by those of the highest
+    logits, of equal ones the first, and their outputs are added up by weight.
+
+    size: of one expert's activations. is_normed: the weights are a softmax over the chosen experts;
+    otherwise over all. has_biases: of the router and of the experts. router, experts: their names
+    in a layer. shared_size: of the expert that computes every token besides, by the weight that a
+    gate of its own gives; 0 where there is none. is_beside_mlp: whether the layer has an MLP as
+    well, as those of Gemma 4; it also has norms of what router and experts read and give, and a
+    factor of each expert's weight.
+    """
+
+    hidden_size: int
+    num_experts: int
+    num_per_token: int
+    size: int
+    is_normed: bool
+    activation: Activation = SILU
+    has_biases: bool = False
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared_size: int = 0
+    is_beside_mlp: bool = False
+
+    @property
+    def linears(self) -> Mapping[str, LinearSpec]:
+        """router; shared_gate_up, shared_down, shared_gate: of the shared expert; gate_up, down: of
+        all experts, one after the other."""
+        hidden, inner = Axis(self.hidden_size), self._inner
+        router = MatrixSpec(names=(self.router,), rows=(Axis(self.num_experts),), columns=hidden)
+        numbers = range(self.num_experts)
+        gate_up = MatrixSpec(
+            names=tuple(
+                f"{self.experts}.{number}.{name}"
+                for number in numbers
+                for name in ("gate_proj", "up_proj")
+            ),
+            rows=(inner,),
+            columns=hidden,
+        )
+        down = MatrixSpec(
+            names=tuple(f"{self.experts}.{number}.down_proj" for number in numbers),
+            rows=(hidden,),
+            columns=inner,
+        )
+        each, biases = self.num_per_token, self.has_biases
+        return {
+            "router": LinearSpec((router,), biases, is_quantizable=False),
+            **self._shared_linears,
+            "gate_up": LinearSpec((gate_up,), biases, num_used=2 * each),
+            "down": LinearSpec((down,), biases, num_used=each),
+        }
+
+    @property
+    def _shared_linears(self) -> Mapping[str, LinearSpec]:
+        if not self.shared_size:
+            return {}
+        hidden, name = Axis(self.hidden_size), "mlp.shared_expert"
+        inner = Axis(self.shared_size, key="shared_expert_intermediate_size")
+        both = (f"{name}.gate_proj", f"{name}.up_proj")
+        gate_up = MatrixSpec(names=both, rows=(inner,), columns=hidden)
+        down = MatrixSpec(names=(f"{name}.down_proj",), rows=(hidden,), columns=inner)
+        gate = MatrixSpec(names=(f"{name}_gate",), rows=(Axis(1),), columns=hidden)
+        return {
+            "shared_gate_up": LinearSpec((gate_up,)),
+            "shared_down": LinearSpec((down,)),
+            "shared_gate": LinearSpec((gate,), is_quantizable=False),
+        }
+
+    @property
+    def vectors(self) -> Mapping[str, VectorSpec]:
+        """router_norm, input_norm: of what router and experts read. mlp_norm, output_norm: of what
+        the MLP and the experts give, before both are added. factors: of each expert's weight."""
+        if not self.is_beside_mlp:
+            return {}
+        hidden = (Axis(self.hidden_size),)
+        return {
+            "router_norm": VectorSpec("router.scale", hidden),
+            "factors": VectorSpec("router.per_expert_scale", (Axis(self.num_experts),)),
+            "input_norm": VectorSpec("pre_feedforward_layernorm_2.weight", hidden),
+            "mlp_norm": VectorSpec("post_feedforward_layernorm_1.weight", hidden),
+            "output_norm": VectorSpec("post_feedforward_layernorm_2.weight", hidden),
+        }
+
+    @property
+    def _inner(self) -> Axis:
+        return Axis(self.size, key="moe_intermediate_size")
+
+    def divided(self, num_ranks: int) -> "Experts":
+        """See `Part`."""
+        return replace(
+            self, size=self._inner.num_own(num_ranks), shared_size=self.shared_size // num_ranks
+        )
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `Part`."""
+        return differences(self, _NEUTRAL) | {"experts"}
+
+
+_NEUTRAL = {
+    "activation": (SILU, "activation"),
+    "shared_size": (0, "shared_expert"),
+    "is_beside_mlp": (False, "experts_beside_mlp"),
+}
+
+
+def read_experts(
+    fields: Fields, *, size: int, num_per_token: str = "num_experts_per_tok", **others: Any
+) -> Experts | None:
+    """None where the model has none. Raises InvalidModel.
+
+    num_per_token: the key that counts those of a token. others: of `Experts`.
+    """
+    # transformers writes the first of these names, and reads both.
+    fields.get("num_local_experts")
+    name = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
+    num_experts = fields.count(name, least=0, most=_MAX_EXPERTS)
+    num_each = fields.count(num_per_token)
+    if not num_experts:
+        return None
+    if num_each > num_experts:
+        raise InvalidModel(
+            f"{fields.path}: {num_per_token} ({num_each}) must be at most {name} ({num_experts})"
+        )
+    return Experts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        num_per_token=num_each,
+        size=size,
+        **others,
+    )
+
+
+def qwen_layers(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have experts: every decoder_sparse_step-th, but for mlp_only_layers."""
+    num_layers = fields.count("num_hidden_layers")
+    step = fields.count("decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(
+        type(each) is int and 0 <= each < num_layers for each in dense
+    ):
+        raise fields.wrong(
+            "mlp_only_layers", f"a list of layers, from 0 to {num_layers - 1}", dense
+        )
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(num_layers))

@@ -1,0 +1,75 @@
+"""A layer's experts on the GPU: five kernels of few tokens, and a sort before them of more."""
+
+from torch import Tensor
+
+from penstock.engine.kernels.activation import silu_mul
+from penstock.engine.kernels.experts.products import down, gate_up
+from penstock.engine.kernels.experts.routing import route, tiles_of
+from penstock.engine.kernels.gates import add_gated
+from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.layer import SharedExpert
+
+EXPERTS_PATH = "the GPU's step for experts"
+
+
+class FusedExperts:
+    """It waits for nothing, so a CUDA graph may hold it. Tokens that only pad a graph are routed as
+    others are."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        router: Linear,
+        gate_up: Linear,
+        down: Linear,
+        factors: Tensor | None = None,
+    ) -> None:
+        """gate_up, down: see `ExpertsLayer`. factors: as of `route`. Raises
+        UnsupportedWeightFormat."""
+        self._experts = experts
+        self._factors = factors
+        self._router = FUSED_LINEARS.of(router)
+        self._gate_up, self._down = plain(gate_up), plain(down)
+
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """What the experts of each token make of it: (T, hidden_size). routed: what the router
+        reads, where that is not x."""
+        experts = self._experts
+        logits = product(self._router, x if routed is None else routed)
+        routes = route(
+            logits, experts.num_per_token, is_normed=experts.is_normed, factors=self._factors
+        )
+        tiles = tiles_of(routes.experts, experts.num_experts)
+        active = x.new_empty(len(tiles.order), experts.size)
+        each, weight, bias = experts.num_per_token, self._gate_up.weight, self._gate_up.bias
+        by = experts.activation
+        gate_up(x, weight, bias, tiles, each, active, by.clamp, is_gelu=by.is_gelu)
+        out = x.new_empty(x.shape)
+        down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
+        return out
+
+
+class FusedSharedExpert:
+    """The expert that computes every token."""
+
+    def __init__(self, shared: SharedExpert) -> None:
+        """Raises UnsupportedWeightFormat."""
+        self._gate_up, self._down = FUSED_LINEARS.of(shared.gate_up), FUSED_LINEARS.of(shared.down)
+        self._gate = plain(shared.gate)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """Adds what it makes of each token, by the weight that its gate gives: (T, hidden_size)."""
+        both = product(self._gate_up, x)
+        active = x.new_empty(len(x), both.shape[1] // 2)
+        silu_mul(both, active)
+        add_gated(x, self._gate.weight, product(self._down, active), out)
+
+
+def plain(linear: Linear) -> PlainLinear:
+    if not isinstance(linear, PlainLinear):
+        formats = (PlainLinear.weight_format,)
+        raise UnsupportedWeightFormat(linear.weight_format, EXPERTS_PATH, formats)
+    return linear

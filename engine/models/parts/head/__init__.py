@@ -1,0 +1,1 @@
+"""The final norm and the output layer."""

@@ -1,0 +1,65 @@
+"""`MLP`: what config.json says of a layer's MLP. Imports no tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from penstock.engine.models.parts.activation import SILU, Activation
+from penstock.engine.models.parts.tensors import (
+    Axis,
+    LinearSpec,
+    MatrixSpec,
+    Stack,
+    VectorSpec,
+    differences,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLP:
+    """size: of what the activation gives. is_fused: whether one tensor has gate and up."""
+
+    hidden_size: int
+    size: int
+    activation: Activation = SILU
+    has_bias: bool = False
+    is_fused: bool = False
+
+    @property
+    def _inner(self) -> Axis:
+        return Axis(self.size, key="intermediate_size")
+
+    @property
+    def linears(self) -> Mapping[str, LinearSpec]:
+        """gate_up: both products of the states. down: back to them."""
+        hidden, inner = Axis(self.hidden_size), self._inner
+        gate_up = MatrixSpec(
+            names=("mlp.gate_proj", "mlp.up_proj"),
+            rows=(inner,),
+            columns=hidden,
+            gguf=("ffn_gate", "ffn_up"),
+        )
+        if self.is_fused:
+            gate_up = MatrixSpec(names=("mlp.gate_up_proj",), rows=(inner, inner), columns=hidden)
+        down = MatrixSpec(
+            names=("mlp.down_proj",), rows=(hidden,), columns=inner, gguf=("ffn_down",)
+        )
+        return {
+            "gate_up": LinearSpec((gate_up,), self.has_bias, adapters=Stack.GATE_UP),
+            "down": LinearSpec((down,), self.has_bias, adapters=Stack.DOWN),
+        }
+
+    @property
+    def vectors(self) -> Mapping[str, VectorSpec]:
+        return {}
+
+    def divided(self, num_ranks: int) -> "MLP":
+        """See `Part`."""
+        return replace(self, size=self._inner.num_own(num_ranks))
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `Part`."""
+        return differences(self, _NEUTRAL)
+
+
+_NEUTRAL = {"activation": (SILU, "activation"), "has_bias": (False, "mlp_bias")}

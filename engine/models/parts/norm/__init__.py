@@ -1,0 +1,1 @@
+"""RMSNorm, and where a layer has norms."""

@@ -1,0 +1,23 @@
+"""RMSNorm. Source: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension. A weight of another type than x is float32, and so is the product:
+    see `NormKind`."""
+    if weight.dtype is not x.dtype:
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x as it is where there is no norm."""
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """The same, in float32 and without a weight."""
+    return functional.rms_norm(x.to(torch.float32), x.shape[-1:], None, eps).to(x.dtype)

@@ -1,0 +1,80 @@
+"""`PerLayerInputs` and `PerLayerInput`: the embeddings that each layer of Gemma 4 E2B and E4B has
+of its own. Imports no tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, VectorSpec
+
+TABLE = "model.embed_tokens_per_layer"
+PROJECTION = "model.per_layer_model_projection"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInputs:
+    """Of each token, every layer has a vector of this size: the token's row of a table, and the
+    same of a projection of its embedding, added up.
+
+    vocab_size: the table's rows. The table is no weight that a step reads, but for some rows.
+    """
+
+    hidden_size: int
+    num_layers: int
+    size: int
+    vocab_size: int
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        return self.vocab_size, self.num_layers * self.size
+
+    @property
+    def linears(self) -> Mapping[str, LinearSpec]:
+        """projection: of the embedded tokens, for all layers."""
+        rows = Axis(self.num_layers * self.size)
+        matrix = MatrixSpec(names=(PROJECTION,), rows=(rows,), columns=Axis(self.hidden_size))
+        return {"projection": LinearSpec((matrix,))}
+
+    @property
+    def vectors(self) -> Mapping[str, VectorSpec]:
+        """norm: of what the projection gives to each layer."""
+        return {"norm": VectorSpec("model.per_layer_projection_norm.weight", (Axis(self.size),))}
+
+    def divided(self, num_ranks: int) -> "PerLayerInputs":
+        """See `Part`: all ranks have it. Its matrices are too narrow for what another sum over
+        ranks takes."""
+        return self
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `Part`."""
+        return frozenset({"per_layer_inputs"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerLayerInput:
+    """A layer adds to its states what it makes of its own input: a gate of the states, times the
+    input, projected back."""
+
+    hidden_size: int
+    size: int
+
+    @property
+    def linears(self) -> Mapping[str, LinearSpec]:
+        hidden, size = Axis(self.hidden_size), Axis(self.size)
+        gate = MatrixSpec(names=("per_layer_input_gate",), rows=(size,), columns=hidden)
+        projection = MatrixSpec(names=("per_layer_projection",), rows=(hidden,), columns=size)
+        return {"gate": LinearSpec((gate,)), "projection": LinearSpec((projection,))}
+
+    @property
+    def vectors(self) -> Mapping[str, VectorSpec]:
+        name = "post_per_layer_input_norm.weight"
+        return {"norm": VectorSpec(name, (Axis(self.hidden_size),))}
+
+    def divided(self, num_ranks: int) -> "PerLayerInput":
+        """See `Part`."""
+        return self
+
+    @property
+    def features(self) -> frozenset[str]:
+        """See `Part`."""
+        return frozenset()

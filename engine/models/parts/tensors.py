@@ -1,0 +1,245 @@
+"""How a part declares its tensors. Reading, counting bytes and operations, division over ranks,
+adapters, made-up weights and the names in GGUF files follow from it. Imports no tensors."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+from typing import Any, Protocol, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part [begin, end) of a dimension of `whole`; beyond `whole` are zeros."""
+
+    whole: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class Stack(StrEnum):
+    """The linear layers that LoRA adapters change, each stacked of some of a checkpoint's."""
+
+    QKV = "qkv"
+    OUTPUT = "output"
+    GATE_UP = "gate_up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension of a tensor: `count` units of `width` elements each.
+
+    key: what config.json calls the count, of which every rank has an equal part; None where all
+    ranks have the whole dimension. is_shared: whether several ranks have the same unit if there are
+    more ranks than units. is_padded: whether the last ranks have zeros where the count cannot be
+    divided.
+    """
+
+    count: int
+    width: int = 1
+    key: str | None = None
+    is_shared: bool = False
+    is_padded: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.count * self.width
+
+    def num_own(self, num_ranks: int) -> int:
+        """How many units each rank has."""
+        if self.key is None:
+            return self.count
+        if self.is_padded:
+            return -(-self.count // num_ranks)
+        return max(1, self.count // num_ranks) if self.is_shared else self.count // num_ranks
+
+    def span(self, rank: int, num_ranks: int) -> Span | None:
+        """The rank's part; None for the whole."""
+        if self.key is None or num_ranks == 1:
+            return None
+        own = self.num_own(num_ranks) * self.width
+        first = rank * own
+        if self.is_shared:
+            first = rank * self.count // num_ranks * self.width
+        return Span(self.size, first, first + own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixSpec:
+    """Matrices of a checkpoint that are alike, (rows, columns) each.
+
+    names: within the layer, without ".weight". rows: one axis for each matrix that is fused in one.
+    gguf: the names within a layer of a GGUF file; empty where no such file has them.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[Axis, ...]
+    columns: Axis
+    gguf: tuple[str, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(axis.size for axis in self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.columns.size
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """A linear layer, stacked of a checkpoint's matrices with the same columns.
+
+    is_quantizable: not of what chooses experts, where a little error chooses others. adapters: the
+    stack of LoRA adapters that change it, if any may. num_used: how many of its matrices a token is
+    multiplied with, where a router chooses them; None for all.
+    """
+
+    matrices: tuple[MatrixSpec, ...]
+    has_bias: bool = False
+    is_quantizable: bool = True
+    adapters: Stack | None = None
+    num_used: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for matrix in self.matrices for name in matrix.names)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        rows = sum(matrix.num_rows * len(matrix.names) for matrix in self.matrices)
+        return rows, self.matrices[0].columns.size
+
+    @property
+    def num_weights(self) -> int:
+        """How many elements it has, biases included."""
+        rows, columns = self.shape
+        return rows * (columns + self.has_bias)
+
+    @property
+    def num_products(self) -> int:
+        """How many elements a token is multiplied with."""
+        rows, columns = self.shape
+        if self.num_used is None:
+            return rows * columns
+        return rows * columns * self.num_used // len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSpec:
+    """A tensor that is no matrix: a norm, a scale, taps.
+
+    name: within the layer, in full. rows: as of `MatrixSpec`. others: its further dimensions.
+    """
+
+    name: str
+    rows: tuple[Axis, ...]
+    others: tuple[int, ...] = ()
+    gguf: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(axis.size for axis in self.rows), *self.others)
+
+    @property
+    def num_weights(self) -> int:
+        return prod(self.shape)
+
+
+class Part(Protocol):
+    """A part of a layer, or of the model: what its tensors are, and what ranks have of it."""
+
+    @property
+    def linears(self) -> Mapping[str, LinearSpec]: ...
+
+    @property
+    def vectors(self) -> Mapping[str, VectorSpec]: ...
+
+    def divided(self, num_ranks: int) -> Self:
+        """What each of so many ranks has of it."""
+        ...
+
+    @property
+    def features(self) -> frozenset[str]:
+        """In what it differs from Llama's, by the words of docs/families.md."""
+        ...
+
+
+class TensorTable:
+    """All tensors of some parts, by their names within a layer, or within the model."""
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.linears: list[LinearSpec] = [each for part in parts for each in part.linears.values()]
+        self.vectors: list[VectorSpec] = [each for part in parts for each in part.vectors.values()]
+
+    @cached_property
+    def axes(self) -> dict[str, tuple[tuple[Axis, ...], Axis | None]]:
+        """The rows and columns that a tensor's name implies; of a linear layer also by the name of
+        the layer. The bias of a matrix whose columns are divided has neither."""
+        found: dict[str, tuple[tuple[Axis, ...], Axis | None]] = {}
+        for vector in self.vectors:
+            found[vector.name] = (vector.rows, None)
+        for matrix in self.matrices():
+            for name in matrix.names:
+                found[name] = found[f"{name}.weight"] = (matrix.rows, matrix.columns)
+                found[f"{name}.bias"] = (matrix.rows, None)
+        return found
+
+    @cached_property
+    def added_once(self) -> frozenset[str]:
+        """The biases that are added to what the ranks' products add up to."""
+        return frozenset(
+            f"{name}.bias"
+            for matrix in self.matrices()
+            if matrix.columns.key is not None
+            for name in matrix.names
+        )
+
+    def matrices(self) -> Iterator[MatrixSpec]:
+        for linear in self.linears:
+            yield from linear.matrices
+
+    def quantizable(self) -> Iterator[tuple[str, tuple[int, int], LinearSpec]]:
+        """The name and shape of each matrix that a checkpoint may quantize, and whose it is."""
+        for linear in self.linears:
+            if linear.is_quantizable:
+                for matrix in linear.matrices:
+                    for name in matrix.names:
+                        yield name, matrix.shape, linear
+
+    def shapes(self) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
+        """The full name, the name in a GGUF file and the shape of every tensor of plain weights."""
+        for vector in self.vectors:
+            yield vector.name, vector.gguf, vector.shape
+        for linear in self.linears:
+            for matrix in linear.matrices:
+                gguf = matrix.gguf or (None,) * len(matrix.names)
+                for name, other in zip(matrix.names, gguf, strict=True):
+                    yield f"{name}.weight", other and f"{other}.weight", matrix.shape
+                    if linear.has_bias:
+                        yield f"{name}.bias", other and f"{other}.bias", matrix.shape[:1]
+
+    def num_step_weights(self) -> int:
+        """How many elements every step reads: all but routed experts."""
+        vectors = sum(vector.num_weights for vector in self.vectors)
+        return vectors + sum(each.num_weights for each in self.linears if each.num_used is None)
+
+    def num_routed_weights(self) -> int:
+        return sum(each.num_weights for each in self.linears if each.num_used is not None)
+
+    def num_products(self) -> int:
+        return sum(each.num_products for each in self.linears)
+
+
+def differences(part: Any, neutral: Mapping[str, tuple[object, str]]) -> frozenset[str]:
+    """neutral: the value that changes nothing of each field, and what another one is called."""
+    return frozenset(
+        word for name, (value, word) in neutral.items() if getattr(part, name) != value
+    )

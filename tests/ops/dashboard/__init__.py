@@ -1,0 +1,1 @@
+"""Makes the Grafana dashboard in configs/grafana."""
