@@ -73,11 +73,12 @@ from penstock.engine.models.quantization.at_load.quantize import quantization_pl
 from penstock.engine.models.shard import Shard
 from penstock.engine.models.stage import Stage
 from penstock.engine.models.weights import Empty
-from penstock.engine.native.delta_net import NativeRecurrence
+from penstock.engine.native.features import check_features, may_code_kv
 from penstock.engine.native.inputs import gather_input
 from penstock.engine.native.library import load_delta_net_library, load_library
-from penstock.engine.native.model import NativeModel, check_features, may_code_kv
+from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
+from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.engine.phases import Phases
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.layout import RankLayout

@@ -1,35 +1,16 @@
 """`gather_input`: `build_model_input` on a CPU, in one call of C++ (inputs.h)."""
 
 import ctypes
-from ctypes import Structure, c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 
 import torch
 from torch import Tensor
 
 from penstock.engine.model_input import ModelInput
+from penstock.engine.native.structures import structure
 from penstock.scheduler.types import ScheduledBatch
 
-
-class _Gather(Structure):
-    _fields_ = (
-        ("sequences", c_int64),
-        ("tokens_step", c_int64),
-        ("max_blocks", c_int64),
-        ("block_size", c_int64),
-        ("slots", c_void_p),
-        ("starts", c_void_p),
-        ("counts", c_void_p),
-        ("token_table", c_void_p),
-        ("block_tables", c_void_p),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("kv_slots", c_void_p),
-        ("blocks", c_void_p),
-        ("query_starts", c_void_p),
-        ("groups", c_int64),
-        ("slots_of_group", c_int64),
-        ("tokens", c_int64),
-    )
+_GATHER = structure("Gather", "native/step/inputs.h")
 
 
 def gather_input(
@@ -39,7 +20,7 @@ def gather_input(
     block_tables: Tensor,
     block_size: int,
 ) -> ModelInput:
-    """As `build_model_input`, but that block_tables is not written past what its row uses.
+    """Returns what `build_model_input` does; block_tables is not written past what its row uses.
 
     library: see `load_library`. The tables are contiguous.
     """
@@ -55,7 +36,7 @@ def gather_input(
     kv_slots = torch.empty(*groups, num_tokens, dtype=torch.int64)
     blocks = torch.empty(*groups, num_sequences, max_blocks, dtype=torch.int32)
     query_starts = (c_int32 * (num_sequences + 1))()
-    wanted = _Gather(
+    wanted = _GATHER(
         sequences=num_sequences,
         tokens_step=token_table.shape[1],
         max_blocks=max_blocks,

@@ -16,6 +16,7 @@ from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
 from penstock.engine.native.formats import CODE_FORMATS, format_number
+from penstock.engine.native.structures import structure
 
 PATH = "the compiled CPU step"
 # products.h packs so many rows of a weight together.
@@ -28,58 +29,55 @@ _TABLE_BYTES = 64
 # What bfloat16's exponents have and the codes' have not: see fp8.h.
 _FP8_SCALE = 256.0
 
+_LINEAR = structure("Linear")
+
 Packable = PlainLinear | GroupedLinear | Fp8Linear
 
 
-class NativeLinear(Structure):
-    """`Linear` of structs.h."""
-
-    _fields_ = (
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("bits", c_int64),
-        ("group", c_int64),
-        ("offset", c_int64),
-        ("has_half_scales", c_int64),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("table", c_void_p),
-        ("has_minima", c_int64),
-        ("factors", c_void_p),
-        ("is_by_band", c_int64),
-        ("format", c_int64),
-    )
-
-
 class Packer:
-    """Keeps all that it has given the address of."""
+    """Keeps all that it has given the address of. dtype: of plain weights."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._library = library
         self._arena = Arena()
-        self._kept: list[Tensor] = []
+        self._owned: list[object] = []
 
     def address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
         assert tensor.is_contiguous(), tensor.stride()
-        self._kept.append(tensor)
+        self._owned.append(tensor)
         return tensor.data_ptr()
 
-    def packed(self, layers: Sequence[Packable]) -> list[NativeLinear]:
-        """Plain weights are packed where they are, if they fill their bands."""
-        return [self._packed(layer) for layer in layers]
+    def norm(self, weight: Tensor | None) -> int | None:
+        return None if weight is None else self.address(weight.float())
 
-    def _packed(self, layer: Packable) -> NativeLinear:
+    def array(self, kind: type[Structure], items: Sequence[Structure]) -> int:
+        array = (kind * len(items))(*items)
+        self._owned.append(array)
+        return ctypes.addressof(array)
+
+    def linear(self, linear: Linear) -> Structure:
+        """Packs a layer that is not stacked; it cannot compute any more."""
+        [packed] = self.linears(linear)
+        return packed
+
+    def linears(self, linear: Linear, *rows: int) -> list[Structure]:
+        """Packs the layers that are stacked in this one: see `parts`."""
+        packed = [self.packed(part) for part in parts(linear, self.dtype, *rows)]
+        _release(linear)
+        return packed
+
+    def packed(self, layer: Packable) -> Structure:
+        """Packs plain weights where they are, if they fill their bands."""
         if isinstance(layer, PlainLinear):
             return self._plain(layer)
         number = format_number(layer.weight_format)
         assert self._library.penstock_formats() >> number & 1, layer.weight_format
         return self._codes(layer) if isinstance(layer, GroupedLinear) else self._fp8(layer)
 
-    def _plain(self, layer: PlainLinear) -> NativeLinear:
+    def _plain(self, layer: PlainLinear) -> Structure:
         rows, columns = layer.weight.shape
         packed = layer.weight if rows % BAND == 0 else _bands(rows, columns, layer.weight.dtype)
         self._library.penstock_pack(
@@ -89,11 +87,11 @@ class Packer:
             c_int64(columns),
         )
         layer.weight = packed
-        return NativeLinear(
+        return _LINEAR(
             weight=packed.data_ptr(), bias=self.address(layer.bias), rows=rows, columns=columns
         )
 
-    def _fp8(self, layer: Fp8Linear) -> NativeLinear:
+    def _fp8(self, layer: Fp8Linear) -> Structure:
         """See fp8.h. Raises InvalidModel."""
         rows, columns = layer.codes.shape
         height, width = layer.block
@@ -111,8 +109,8 @@ class Packer:
         if is_by_band:
             scales = layer.scales.repeat_interleave(height // BAND, dim=0)[: len(packed) // BAND]
         else:
-            scales = _of_bands(layer.scales_by_row())
-        return NativeLinear(
+            scales = _in_bands(layer.scales_by_row())
+        return _LINEAR(
             weight=packed.data_ptr(),
             bias=self.address(layer.bias),
             rows=rows,
@@ -123,11 +121,11 @@ class Packer:
             format=format_number(layer.weight_format),
         )
 
-    def _codes(self, layer: GroupedLinear) -> NativeLinear:
+    def _codes(self, layer: GroupedLinear) -> Structure:
         rows, columns = layer.out_features, layer.in_features
         row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
         packed = self._arena.empty((-(-rows // BAND) * BAND, row_bytes), layer.codes.dtype)
-        native = NativeLinear(
+        native = _LINEAR(
             weight=self.address(packed),
             bias=self.address(layer.bias),
             rows=rows,
@@ -147,7 +145,7 @@ class Packer:
             self._add_groups(layer, native)
         return native
 
-    def _add_groups(self, layer: GroupedLinear, native: NativeLinear) -> None:
+    def _add_groups(self, layer: GroupedLinear, native: Structure) -> None:
         """See grouped.h."""
         self._library.penstock_pack_codes(
             c_void_p(native.weight),
@@ -158,13 +156,13 @@ class Packer:
         if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
             scales = scales.half()
         native.has_half_scales = scales.dtype is torch.float16
-        native.scales = self.address(_of_bands(scales))
+        native.scales = self.address(_in_bands(scales))
         if layer.zeros is not None:
             # Of unsigned codes.
             zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
-            native.zeros = self.address(_of_bands(zeros))
+            native.zeros = self.address(_in_bands(zeros))
 
-    def _add_blocks(self, layer: GroupedLinear, blocks: BlockParts, native: NativeLinear) -> None:
+    def _add_blocks(self, layer: GroupedLinear, blocks: BlockParts, native: Structure) -> None:
         """See blocks.h."""
         self._library.penstock_pack_blocks(
             c_void_p(native.weight),
@@ -173,9 +171,9 @@ class Packer:
             *map(c_int64, (native.rows, native.columns, layer.bits)),
         )
         native.has_minima = blocks.minima is not None
-        native.scales = self.address(_of_bands(layer.scales, blocks.minima))
+        native.scales = self.address(_in_bands(layer.scales, blocks.minima))
         if blocks.factors is not None:
-            native.factors = self.address(_of_bands(blocks.factors, blocks.minimum_factors))
+            native.factors = self.address(_in_bands(blocks.factors, blocks.minimum_factors))
 
 
 def check_format(linear: Linear) -> None:
@@ -183,7 +181,7 @@ def check_format(linear: Linear) -> None:
     _LINEARS.of(linear)
 
 
-def release(linear: Linear) -> None:
+def _release(linear: Linear) -> None:
     """Frees the codes of a layer that has been packed; it cannot compute any more."""
     for layer in _LINEARS.of(linear):
         if not isinstance(layer, PlainLinear):
@@ -193,8 +191,8 @@ def release(linear: Linear) -> None:
 
 
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
-    """The layers that are stacked in this one: in codes that are integers all, and in the same
-    groups, or none, so that they read the same activations.
+    """Returns the layers that are stacked in this one: in codes that are integers all, and in the
+    same groups, or none, so that they read the same activations.
 
     dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
@@ -212,7 +210,7 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
 
 
 def _group(layer: GroupedLinear) -> int:
-    """The largest size that its groups can be split into, and that is not too large."""
+    """Returns the largest size that its groups can be split into, and that is not too large."""
     if layer.blocks is not None:
         return layer.group_size
     if layer.group_size >= layer.in_features:  # one scale a row
@@ -222,7 +220,7 @@ def _group(layer: GroupedLinear) -> int:
 
 
 def _is_in_pairs(layer: Packable) -> bool:
-    """Whether fp8.h has such groups; others are plain."""
+    """Returns whether fp8.h has such groups; others are plain."""
     if not isinstance(layer, Fp8Linear):
         return True
     return layer.in_features % 2 == 0 and (
@@ -251,9 +249,9 @@ def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return zeros_on_touch((-(-rows // BAND) * BAND, columns), dtype)
 
 
-def _of_bands(*of_groups: Tensor | None) -> Tensor:
-    """Each (rows, groups) to (bands, groups, how many, 32), filled up with zeros."""
-    stacked = torch.stack([each for each in of_groups if each is not None], dim=2)
+def _in_bands(*by_group: Tensor | None) -> Tensor:
+    """Packs tensors of (rows, groups) into (bands, groups, how many, 32), filled up with zeros."""
+    stacked = torch.stack([each for each in by_group if each is not None], dim=2)
     padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % BAND))
     return padded.view(-1, BAND, *stacked.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
@@ -276,4 +274,4 @@ _LINEARS: LinearProducts[list[Packable]] = LinearProducts(
 )
 
 FORMATS = _LINEARS.formats
-"""What `Packer` packs."""
+"""The formats that `Packer` packs."""

@@ -193,7 +193,7 @@ def tested_families() -> str:
 def _is_compiled(config: ModelConfig) -> bool:
     """Whether the compiled CPU step computes it."""
     from penstock.engine.models.errors import UnsupportedFeature
-    from penstock.engine.native.model import check_features
+    from penstock.engine.native.features import check_features
 
     try:
         check_features(config, torch.float32)

@@ -24,8 +24,8 @@ from penstock.engine.models.parts.delta_net.layer import (
     Segment,
     torch_recurrence,
 )
-from penstock.engine.native.delta_net import NativeRecurrence
 from penstock.engine.native.library import load_delta_net_library
+from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot

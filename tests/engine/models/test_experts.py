@@ -17,7 +17,8 @@ from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.layer import routes
-from penstock.engine.native.model import NativeModel, check_features
+from penstock.engine.native.features import check_features
+from penstock.engine.native.model import NativeModel
 from tests.engine.executors.test_cpu import assign, generate
 from tests.support.changed_models import changed
 from tests.support.compiler import needs_compiler

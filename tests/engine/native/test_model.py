@@ -14,8 +14,9 @@ import torch
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
+from penstock.engine.native.features import check_features
 from penstock.engine.native.library import load_library
-from penstock.engine.native.model import NativeModel, check_features
+from penstock.engine.native.model import NativeModel
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear, coded, reversed_config

@@ -8,8 +8,8 @@ before decays, by the factor exp(g):
     S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
 
 The tokens of a sequence are computed one after the other, so that what is kept of a sequence has
-the same bits however its tokens are divided into steps. `penstock.engine.native.delta_net` computes
-the same in C++. Source: Yang et al. 2024 (arXiv:2412.06464); the layer is Qwen3.5's.
+the same bits however its tokens are divided into steps. `recurrence.cpp` computes
+the same. Source: Yang et al. 2024 (arXiv:2412.06464); the layer is Qwen3.5's.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import Structure
 
 from torch import Tensor
 from torch.nn import functional
@@ -12,6 +12,7 @@ from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.lora.adapter import Adapter, Change
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.native.packing import BAND
+from penstock.engine.native.structures import structure
 
 # low_rank.h packs so many of A's rows, and of their columns.
 _ROWS, _COLUMNS = 4, 16
@@ -19,38 +20,19 @@ _ROWS, _COLUMNS = 4, 16
 _PROJECTIONS = {Stack.QKV: 3, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
 
 
-class _LowRank(Structure):
-    _fields_ = (
-        ("down", c_void_p),
-        ("up", c_void_p),
-        ("rank", c_int64),
-        ("linear", c_int64),
-        ("first", c_int64),
-        ("bands", c_int64),
-        ("scale", c_double),
-    )
-
-
-class _AdapterLayer(Structure):
-    _fields_ = (("changes", _LowRank * sum(_PROJECTIONS.values())),)
-
-
-class NativeRun(Structure):
-    """`AdapterRun` of structs.h."""
-
-    _fields_ = (("first", c_int64), ("tokens", c_int64), ("layers", c_void_p))
+_LOW_RANK, _LAYER, _RUN = map(structure, ("LowRank", "AdapterLayer", "AdapterRun"))
 
 
 class NativeAdapter:
-    """Keeps what its pointers point into. width: the most that the ranks of a stack add up to."""
+    """Owns what its pointers point into. width: the most that the ranks of a stack add up to."""
 
     def __init__(self, adapter: Adapter, rows: Sequence[dict[Stack, list[int]]]) -> None:
         """rows: of each layer, those of the linear layers that a stack is made of, where there are
         several, and of all of them, where there is one."""
         self._arena = Arena()
-        self._kept: list[Tensor] = []
+        self._owned: list[Tensor] = []
         self.width = 0
-        self.layers = (_AdapterLayer * len(adapter.layers))()
+        self.layers = (_LAYER * len(adapter.layers))()
         for layer, changes, rows_of in zip(self.layers, adapter.layers, rows, strict=True):
             place = 0
             for stack, most in _PROJECTIONS.items():
@@ -65,8 +47,8 @@ class NativeAdapter:
                 self.width = max(self.width, sum(part.rank for part in low_ranks))
                 place += most
 
-    def _parts(self, change: Change, rows: list[int]) -> list[_LowRank]:
-        """Of each linear layer that has some of its rows."""
+    def _parts(self, change: Change, rows: list[int]) -> list[Structure]:
+        """Returns those of each linear layer that has some of its rows."""
         parts = []
         first_row = 0
         for index, num_rows in enumerate(rows):
@@ -78,7 +60,7 @@ class NativeAdapter:
             first_row += num_rows
         return parts
 
-    def _low_rank(self, change: Change, up: Tensor, linear: int, start: int) -> _LowRank:
+    def _low_rank(self, change: Change, up: Tensor, linear: int, start: int) -> Structure:
         """start: the first row of the linear layer that it changes."""
         rank, columns = change.down.shape
         padded = functional.pad(change.down, (0, -columns % _COLUMNS, 0, -rank % _ROWS))
@@ -88,8 +70,8 @@ class NativeAdapter:
         bands = padded.view(-1, BAND, rank).transpose(1, 2)
         down = self._arena.empty(packs.shape, packs.dtype).copy_(packs)
         bands = self._arena.empty(bands.shape, bands.dtype).copy_(bands)
-        self._kept += [down, bands]
-        return _LowRank(
+        self._owned += [down, bands]
+        return _LOW_RANK(
             down=down.data_ptr(),
             up=bands.data_ptr(),
             rank=change.rank,
@@ -100,9 +82,8 @@ class NativeAdapter:
         )
 
 
-def native_runs(runs: Sequence[AdapterRun]) -> "ctypes.Array[NativeRun]":
-    made = [
-        NativeRun(run.first_token, run.num_tokens, ctypes.addressof(run.weights.layers))
-        for run in runs
+def native_runs(runs: Sequence[AdapterRun]) -> "ctypes.Array[Structure]":
+    packed = [
+        _RUN(run.first_token, run.num_tokens, ctypes.addressof(run.weights.layers)) for run in runs
     ]
-    return (NativeRun * len(made))(*made)
+    return (_RUN * len(packed))(*packed)

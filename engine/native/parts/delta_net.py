@@ -2,36 +2,16 @@
 
 import ctypes
 import weakref
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from penstock.engine.models.parts.delta_net.layer import RecurrenceWeights, Segments
+from penstock.engine.native.structures import structure
 
-
-class _DeltaNet(Structure):
-    _fields_ = (
-        ("key_heads", c_int64),
-        ("value_heads", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("num_taps", c_int64),
-        ("eps", c_double),
-        ("taps", c_void_p),
-        ("decay", c_void_p),
-        ("bias", c_void_p),
-        ("norm", c_void_p),
-        ("sequences", c_int64),
-        ("segments", c_void_p),
-        ("first_segments", c_void_p),
-        ("projected", c_void_p),
-        ("gates", c_void_p),
-        ("matrices", c_void_p),
-        ("inputs", c_void_p),
-        ("out", c_void_p),
-    )
+_DELTA_NET = structure("DeltaNet", "models/parts/delta_net/recurrence.cpp")
 
 
 class NativeRecurrence:
@@ -39,8 +19,8 @@ class NativeRecurrence:
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         """library: see `load_delta_net_library`."""
-        self._run = library.penstock_delta_net
-        self._run.argtypes = (c_void_p, c_void_p)
+        self._advance = library.penstock_delta_net
+        self._advance.argtypes = (c_void_p, c_void_p)
         library.penstock_delta_net_team.restype = c_void_p
         self._team = c_void_p(library.penstock_delta_net_team(c_int64(num_threads)))
         weakref.finalize(self, library.penstock_delta_net_end, self._team)
@@ -63,7 +43,7 @@ class NativeRecurrence:
         each = (c_int64 * len(numbers))(*numbers)
         starts = [0, *accumulate(map(len, segments))]
         first_segments = (c_int64 * len(starts))(*starts)
-        net = _DeltaNet(
+        net = _DELTA_NET(
             key_heads=config.num_key_heads,
             value_heads=config.num_value_heads,
             key_dim=config.key_dim,
@@ -83,5 +63,5 @@ class NativeRecurrence:
             inputs=inputs.data_ptr(),
             out=out.data_ptr(),
         )
-        self._run(self._team, ctypes.byref(net))
+        self._advance(self._team, ctypes.byref(net))
         return out

@@ -1,0 +1,59 @@
+"""Says which models the compiled step computes."""
+
+from collections.abc import Iterator
+
+import torch
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import UnsupportedFeature
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.mlp.config import MLP
+from penstock.engine.models.parts.norm.config import Norms, Scalar
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
+from penstock.engine.models.parts.tensors import Part
+from penstock.engine.native.packing import PATH
+from penstock.engine.native.parts import attention
+
+# coded_runs.h has room for so many codes of a head.
+_MAX_CODED_HEAD_DIM = 1024
+
+
+def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises UnsupportedFeature for a model that step.cpp does not compute."""
+    config.check_parts(PATH, _lacks)
+    for layer in config.layers:
+        if layer.experts and layer.norms.post and not layer.experts.is_beside_mlp:
+            raise UnsupportedFeature(["experts with post_norms"], PATH)
+    odd = {name for name, size in _sizes(config) if size % 2}
+    if odd and dtype is torch.bfloat16:
+        raise UnsupportedFeature(odd, PATH)
+
+
+def may_code_kv(config: ModelConfig) -> bool:
+    """Returns whether keys and values of this model may be codes of 8 bits: see coded_runs.h."""
+    head_dims = {heads.head_dim for heads in config.kv_shape.heads}
+    return all(size % 4 == 0 and size <= _MAX_CODED_HEAD_DIM for size in head_dims)
+
+
+def _lacks(part: Part) -> tuple[str, ...]:
+    """Returns what of a part its C++ does not compute."""
+    if isinstance(part, Attention):
+        return attention.lacks(part)
+    if isinstance(part, DeltaNet):
+        return ("delta_net",)
+    is_known = type(part) in (MLP, Experts, Norms, PerLayerInput, Scalar)
+    return () if is_known else (type(part).__name__,)
+
+
+def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yields what an odd size is called that bfloat16's products need to be even, and the size."""
+    yield "an odd hidden_size", config.hidden_size
+    for layer in config.layers:
+        if layer.mlp is not None:
+            yield "an odd intermediate_size", layer.mlp.size
+        if layer.experts is not None:
+            yield "experts of an odd size", layer.experts.size
+    if config.per_layer_inputs is not None:
+        yield "per-layer inputs of an odd size", config.per_layer_inputs.size

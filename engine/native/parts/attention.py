@@ -1,0 +1,73 @@
+"""Packs attention: see `AttentionLayer` and `Heads` of structs.h."""
+
+from collections.abc import Sequence
+from ctypes import Structure
+
+from penstock.engine.memory.kv_codes import Codes, KVPages
+from penstock.engine.memory.kv_pool import LayerPools
+from penstock.engine.memory.kv_shape import KVHeads
+from penstock.engine.models.llama import LlamaModel
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.native.packing import Packer
+from penstock.engine.native.structures import structure
+
+_HEADS, _LAYER = structure("Heads"), structure("AttentionLayer")
+
+
+def lacks(part: Attention) -> tuple[str, ...]:
+    """Returns what of it the C++ does not compute."""
+    return ("attention_gates",) if part.has_gates else ()
+
+
+class AttentionPacker:
+    def __init__(self, packer: Packer, model: LlamaModel, pool: LayerPools) -> None:
+        self._packer, self._model, self._pool = packer, model, pool
+        # The first layer of each kind of heads.
+        self._firsts: dict[KVHeads, int] = {}
+        for index, layer in enumerate(model.layers):
+            self._firsts.setdefault(layer.attention.config.heads, index)
+        self._kinds = list(self._firsts)
+
+    def kinds(self) -> Sequence[Structure]:
+        tables = self._model.rotary.layers
+        return [
+            _HEADS(
+                kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                rotary_dim=tables[first].rotary_dim,
+                query_factors=self._packer.address(tables[first].query_factors),
+            )
+            for heads, first in self._firsts.items()
+        ]
+
+    def layer(self, index: int) -> Structure:
+        packer, angles = self._packer, self._model.rotary.layers[index]
+        layer = self._model.layers[index].attention
+        num_rows = len(angles.cos) if angles.cos.stride(0) else 1
+        (keys, key_scales), (values, value_scales) = map(self._pages, self._pool.layer(index))
+        packed = _LAYER(
+            query_norm=packer.norm(layer.query_norm),
+            key_norm=packer.norm(layer.key_norm),
+            output=packer.linear(layer.output),
+            keys=keys,
+            values=values,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            sinks=packer.address(layer.sinks),
+            window=layer.config.window or 0,
+            cos=packer.address(angles.cos[:num_rows]),
+            sin=packer.address(angles.sin[:num_rows]),
+            angles_step=angles.cos.stride(0),
+            group=self._pool.group_of(index),
+            heads=self._kinds.index(layer.config.heads),
+            kv_parts=layer.config.num_kv_parts,
+        )
+        for place, linear in enumerate(packer.linears(layer.qkv)):
+            packed.qkv[place] = linear
+        return packed
+
+    def _pages(self, pages: KVPages) -> tuple[int | None, int | None]:
+        """Returns where keys or values are, and their scales if they are codes."""
+        if isinstance(pages, Codes):
+            return self._packer.address(pages.codes), self._packer.address(pages.scales)
+        return self._packer.address(pages), None
