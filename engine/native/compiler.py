@@ -131,9 +131,19 @@ class _Compilation(NamedTuple):
 
     def _run(self, arguments: Sequence[str], path: Path) -> None:
         output = self.scratch / path.name
-        # What a compiler that is killed leaves is then removed by the next one.
-        environment = {**os.environ, "TMPDIR": str(self.scratch)}
-        _run_compiler((*self.command, *arguments, "-o", str(output)), environment, self.group)
+        try:
+            subprocess.run(
+                (*self.command, *arguments, "-o", str(output)),
+                # Another one then removes what a compiler leaves that is killed.
+                env={**os.environ, "TMPDIR": str(self.scratch)},
+                process_group=self.group,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILER_TIMEOUT_S,
+            )
+        except OSError as error:
+            raise subprocess.SubprocessError(str(error)) from None
         output.replace(path)  # atomic, so that others see all of it or nothing
 
 
@@ -209,21 +219,6 @@ def _group_of_compilers() -> Iterator[int]:
             raise
         assert watchdog.stdin
         watchdog.stdin.write(b"all have ended\n")
-
-
-def _run_compiler(command: Sequence[str], environment: Mapping[str, str], group: int) -> None:
-    try:
-        subprocess.run(
-            command,
-            env=environment,
-            process_group=group,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_COMPILER_TIMEOUT_S,
-        )
-    except OSError as error:
-        raise subprocess.SubprocessError(str(error)) from None
 
 
 def _processor() -> str:

@@ -1,7 +1,8 @@
 """`gather_input`: `build_model_input` on a CPU, in one call of C++ (inputs.h)."""
 
 import ctypes
-from ctypes import c_int32, c_int64
+from ctypes import c_int64
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,20 +25,39 @@ def gather_input(
 
     library: see `load_library`. The tables are contiguous.
     """
-    num_sequences = len(batch.slots)
-    numbers = c_int64 * num_sequences
+    *groups, _, max_blocks = block_tables.shape
+    num_sequences, num_tokens = len(batch.slots), sum(batch.num_tokens)
+    token_ids, positions = torch.empty(2, num_tokens, dtype=torch.int64).unbind()
+    query_starts = [0, *accumulate(batch.num_tokens)]
+    ends = zip(query_starts[1:], batch.samples, strict=True)
+    step = ModelInput(
+        token_ids=token_ids,
+        positions=positions,
+        kv_slots=torch.empty(*groups, num_tokens, dtype=torch.int64),
+        block_tables=torch.empty(*groups, num_sequences, max_blocks, dtype=torch.int32),
+        query_starts=query_starts,
+        context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
+        num_decodes=batch.num_decodes,
+        sample_rows=torch.tensor([end - 1 for end, samples in ends if samples], dtype=torch.int64),
+    )
+    _fill(library, step, batch, token_table, block_tables, block_size)
+    return step
+
+
+def _fill(
+    library: ctypes.CDLL,
+    step: ModelInput,
+    batch: ScheduledBatch,
+    token_table: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+) -> None:
+    *groups, num_slots, max_blocks = block_tables.shape
+    numbers = c_int64 * len(batch.slots)
     slots, starts = numbers(*batch.slots), numbers(*batch.starts)
     counts = numbers(*batch.num_tokens)
-    num_tokens = sum(batch.num_tokens)
-    *groups, num_slots, max_blocks = block_tables.shape
-    num_groups = groups[0] if groups else 1
-    of_tokens = torch.empty(2, num_tokens, dtype=torch.int64)
-    token_ids, positions = of_tokens.unbind()
-    kv_slots = torch.empty(*groups, num_tokens, dtype=torch.int64)
-    blocks = torch.empty(*groups, num_sequences, max_blocks, dtype=torch.int32)
-    query_starts = (c_int32 * (num_sequences + 1))()
     wanted = _GATHER(
-        sequences=num_sequences,
+        sequences=len(batch.slots),
         tokens_step=token_table.shape[1],
         max_blocks=max_blocks,
         block_size=block_size,
@@ -46,25 +66,12 @@ def gather_input(
         counts=ctypes.addressof(counts),
         token_table=token_table.data_ptr(),
         block_tables=block_tables.data_ptr(),
-        token_ids=token_ids.data_ptr(),
-        positions=positions.data_ptr(),
-        kv_slots=kv_slots.data_ptr(),
-        blocks=blocks.data_ptr(),
-        query_starts=ctypes.addressof(query_starts),
-        groups=num_groups,
+        token_ids=step.token_ids.data_ptr(),
+        positions=step.positions.data_ptr(),
+        kv_slots=step.kv_slots.data_ptr(),
+        blocks=step.block_tables.data_ptr(),
+        groups=groups[0] if groups else 1,
         slots_of_group=num_slots,
-        tokens=num_tokens,
+        tokens=len(step.token_ids),
     )
     library.penstock_gather(ctypes.byref(wanted))
-    ends = query_starts[1:]
-    last_rows = [end - 1 for end, samples in zip(ends, batch.samples, strict=True) if samples]
-    return ModelInput(
-        token_ids=token_ids,
-        positions=positions,
-        kv_slots=kv_slots,
-        block_tables=blocks,
-        query_starts=list(query_starts),
-        context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
-        num_decodes=batch.num_decodes,
-        sample_rows=torch.tensor(last_rows, dtype=torch.int64),
-    )

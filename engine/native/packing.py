@@ -26,7 +26,7 @@ _MAX_GROUP = 128
 _GROUP_MULTIPLE = 8
 _TABLE_BYTES = 64
 
-# What bfloat16's exponents have and the codes' have not: see fp8.h.
+# The exponents of bfloat16 have more than the codes': see fp8.h.
 _FP8_SCALE = 256.0
 
 _LINEAR = structure("Linear")
@@ -77,15 +77,16 @@ class Packer:
         assert self._library.penstock_formats() >> number & 1, layer.weight_format
         return self._codes(layer) if isinstance(layer, GroupedLinear) else self._fp8(layer)
 
+    def _pack(self, kind: str, to: int | None, codes: Tensor, *arguments: int | c_void_p) -> bool:
+        """Calls a function of the library. Returns what that of FP8 does."""
+        pack = getattr(self._library, f"penstock_pack{kind}")
+        numbers = (c_int64(each) if isinstance(each, int) else each for each in arguments)
+        return bool(pack(c_void_p(to), c_void_p(codes.data_ptr()), *numbers))
+
     def _plain(self, layer: PlainLinear) -> Structure:
         rows, columns = layer.weight.shape
         packed = layer.weight if rows % BAND == 0 else _bands(rows, columns, layer.weight.dtype)
-        self._library.penstock_pack(
-            c_void_p(self.address(packed)),
-            c_void_p(layer.weight.data_ptr()),
-            c_int64(rows),
-            c_int64(columns),
-        )
+        self._pack("", self.address(packed), layer.weight, rows, columns)
         layer.weight = packed
         return _LINEAR(
             weight=packed.data_ptr(), bias=self.address(layer.bias), rows=rows, columns=columns
@@ -97,13 +98,7 @@ class Packer:
         height, width = layer.block
         packed = self._arena.empty((-(-rows // BAND) * BAND, columns), torch.uint8)
         self._library.penstock_pack_fp8.restype = c_bool
-        are_numbers = self._library.penstock_pack_fp8(
-            c_void_p(self.address(packed)),
-            c_void_p(layer.codes.data_ptr()),
-            c_int64(rows),
-            c_int64(columns),
-        )
-        if not are_numbers:
+        if not self._pack("_fp8", self.address(packed), layer.codes, rows, columns):
             raise InvalidModel("weights in FP8 are NaN; download the model again")
         is_by_band = height % BAND == 0
         if is_by_band:
@@ -147,29 +142,23 @@ class Packer:
 
     def _add_groups(self, layer: GroupedLinear, native: Structure) -> None:
         """See grouped.h."""
-        self._library.penstock_pack_codes(
-            c_void_p(native.weight),
-            c_void_p(layer.codes.data_ptr()),
-            *map(c_int64, (native.rows, native.columns, layer.bits, layer.group_size)),
-        )
+        sizes = (native.rows, native.columns, layer.bits, layer.group_size)
+        self._pack("_codes", native.weight, layer.codes, *sizes)
         scales = layer.scales
         if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
             scales = scales.half()
         native.has_half_scales = scales.dtype is torch.float16
         native.scales = self.address(_in_bands(scales))
         if layer.zeros is not None:
-            # Of unsigned codes.
+            # They are those of unsigned codes.
             zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
             native.zeros = self.address(_in_bands(zeros))
 
     def _add_blocks(self, layer: GroupedLinear, blocks: BlockParts, native: Structure) -> None:
         """See blocks.h."""
-        self._library.penstock_pack_blocks(
-            c_void_p(native.weight),
-            c_void_p(layer.codes.data_ptr()),
-            c_void_p(None if blocks.high is None else blocks.high.data_ptr()),
-            *map(c_int64, (native.rows, native.columns, layer.bits)),
-        )
+        high = c_void_p(None if blocks.high is None else blocks.high.data_ptr())
+        sizes = (native.rows, native.columns, layer.bits)
+        self._pack("_blocks", native.weight, layer.codes, high, *sizes)
         native.has_minima = blocks.minima is not None
         native.scales = self.address(_in_bands(layer.scales, blocks.minima))
         if blocks.factors is not None:

@@ -52,14 +52,14 @@ struct Positions {  // at most kKeys of one head
     HeadKeys keys;
     int64_t start, count;
 };
-// Of a piece, those that are attended to first. Positions that this step stores are not in memory yet.
+// Returns those of a piece that are attended to first. Positions that this step stores are not in memory yet.
 inline Positions first_of(const HeadKeys &keys, const Rows &rows, int64_t piece) {
     const int64_t oldest = rows.oldest(rows.first_position) / kKeys * kKeys;
     const int64_t start = std::max(piece * kPiece, oldest);
     return {keys, start, std::clamp<int64_t>(rows.first_position - start, 0, kKeys)};
 }
 
-// What rows of queries have gathered over some positions.
+// Rows of queries have gathered this over some positions.
 struct Gathered {
     float *mixed;   // (rows, step): the weighted sum of values
     float *peak;    // (rows): the highest score, -infinity if there was none

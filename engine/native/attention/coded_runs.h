@@ -186,7 +186,7 @@ class CodedRuns {
         }
     }
 
-    // What products with these runs bring into the caches; scales at once.
+    // Products with these runs bring this into the caches; scales at once.
     void look_ahead(const Keys<CodedKV> &keys, int64_t start, int64_t known) {
         has_next_ = known > 0 && keys.pool.places.is_packed();
         if (!has_next_) return keys.prefetch(start, known);
@@ -240,7 +240,7 @@ class CodedRuns {
     std::vector<float> query_scales_;
     std::vector<std::int32_t> sums_;
     std::vector<CodedWeights> weights_;
-    // Of the positions that were found.
+    // These are of the positions that were found.
     int64_t runs_ = 0;
     const unsigned char *key_runs_[kRuns];
     const std::int8_t *value_runs_[kRuns];

@@ -192,7 +192,7 @@ template <class T> class PlainRuns {
         }
     }
 
-    // What products with these runs bring into the caches.
+    // Products with these runs bring this into the caches.
     void look_ahead(const Keys<PlainKV<T>> &keys, int64_t start, int64_t known) {
         has_next_ = known > 0 && keys.pool.places.is_packed() && !uses_tiles();
         if (has_next_)
@@ -201,7 +201,7 @@ template <class T> class PlainRuns {
             keys.prefetch(start, known);
     }
 
-    // Of rows of queries (rows, head_dim), to (rows, 64).
+    // Scores rows of queries, (rows, head_dim), to (rows, 64).
     void score(const X *queries, int64_t rows, float *scores) {
 #if defined(PENSTOCK_TILES)
         if constexpr (std::is_same_v<T, bf16>)
@@ -288,7 +288,7 @@ template <class T> class PlainRuns {
     const int64_t dim_;
     std::unique_ptr<T[]> keys_, values_;  // of blocks that are not packed
     std::unique_ptr<T[]> pair_, packed_;
-    // Of the positions that were found.
+    // These are of the positions that were found.
     int64_t runs_ = 0;
     const T *key_runs_[kRuns], *value_runs_[kRuns];
     bool has_next_ = false;

@@ -19,7 +19,6 @@ _ROWS, _COLUMNS = 4, 16
 # structs.h has so many projections of each stack, in this order.
 _PROJECTIONS = {Stack.QKV: 3, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
 
-
 _LOW_RANK, _LAYER, _RUN = map(structure, ("LowRank", "AdapterLayer", "AdapterRun"))
 
 
@@ -83,7 +82,8 @@ class NativeAdapter:
 
 
 def native_runs(runs: Sequence[AdapterRun]) -> "ctypes.Array[Structure]":
-    packed = [
-        _RUN(run.first_token, run.num_tokens, ctypes.addressof(run.weights.layers)) for run in runs
-    ]
-    return (_RUN * len(packed))(*packed)
+    packed = (
+        _RUN(each.first_token, each.num_tokens, ctypes.addressof(each.weights.layers))
+        for each in runs
+    )
+    return (_RUN * len(runs))(*packed)

@@ -16,7 +16,7 @@
 
 #if defined(PENSTOCK_PAIRED_ROWS) || defined(PENSTOCK_PAIRED_BYTES)
 
-// What instructions see as two rows of eight bytes.
+// Instructions see this as two rows of eight bytes.
 inline Words two_rows(const void *first, const void *second) {
     const auto row = [](const void *p) { return vld1_u8(static_cast<const unsigned char *>(p)); };
     return (Words)vcombine_u8(row(first), row(second));

@@ -10,11 +10,11 @@ struct CodedRows;
 
 // c[i][0..32) = x_i . w, for some rows and one band of w, in one of two ways.
 struct Format {
-    // Of grouped.h and blocks.h, which read activations of 8 bits: rows from `row` on.
+    // grouped.h and blocks.h have this; they read activations of 8 bits: rows from `row` on.
     void (*multiply_codes)(const CodedRows &x, int64_t row, int64_t rows, const Linear &w, int64_t band,
                            float *c, int64_t c_step);
     std::string (*products)();  // what computes that, for people to read
-    // Of fp8.h, which reads rows of X, x_step bytes apart.
+    // fp8.h has this; it reads rows of X, x_step bytes apart.
     void (*multiply_rows)(const void *x, int64_t x_step, int64_t rows, const Linear &w, int64_t band,
                           float *c, int64_t c_step);
 };

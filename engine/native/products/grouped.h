@@ -62,7 +62,7 @@ inline Ints add_quads(Ints total, Words w, Words x) {
 #endif
 }
 
-// What computes that, for people to read.
+// Names what computes that, for people to read.
 inline std::string code_instructions() {
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
     return instructions() + std::string(" with VNNI");
@@ -188,7 +188,7 @@ inline float coded(const float *x, int64_t count, std::int8_t *codes, std::int32
         codes[i] = std::int8_t(whole);
     }
     *sum_of_codes = sum(total) + of_rest;
-    // What is infinite or not a number reaches the result as such.
+    // An infinity, or what is not a number, reaches the result as such.
     return peak < INFINITY ? peak / 127.0f : NAN;
 }
 

@@ -147,7 +147,7 @@ inline void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const 
 #endif
     multiply_grouped(x, row, rows, w, band, c, c_step);
 }
-// What computes that, for people to read.
+// Names what computes that, for people to read.
 inline std::string grouped_products() {
 #if defined(PENSTOCK_TILES)
     if (may_use_tiles()) return "AMX tiles of bytes, or " + code_instructions();

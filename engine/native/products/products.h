@@ -19,7 +19,7 @@
 constexpr int64_t kBand = 32;
 // Rows that products may read and write beyond those they are asked for.
 constexpr int64_t kSpare = 32;
-// What is read of x in one go, and of the band, stays in the caches nearest to the arithmetic.
+// So much of x and of the band is read in one go: it stays in the caches nearest to the arithmetic.
 constexpr int64_t kBlock = 1024;
 constexpr std::size_t kPrefetchBytes = 8192;
 // From so many rows on the arithmetic hides what prefetching instructions cost. For fewer, the
@@ -281,7 +281,7 @@ inline void multiply_band(const X *x, int64_t x_step, int64_t rows, const T *w, 
     }
 }
 
-// What multiplies vectors, for people to read.
+// Names what multiplies vectors, for people to read.
 constexpr const char *instructions() {
 #if defined(__AVX512F__)
     return "AVX-512";
@@ -294,7 +294,7 @@ constexpr const char *instructions() {
 #endif
 }
 
-// What computes products with weights of T.
+// Names what computes products with weights of T.
 template <class T> std::string products() {
 #if defined(PENSTOCK_TILES)
     if (std::is_same_v<T, bf16> && may_use_tiles()) return "AMX tiles of bfloat16";

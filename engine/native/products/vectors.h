@@ -182,7 +182,7 @@ template <int S = 1> inline void transpose(Words (&rows)[kLanes]) {
     }
 }
 
-// Of all lanes, always added in the same order.
+// Adds all lanes, always in the same order.
 inline float sum(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);

@@ -179,7 +179,7 @@ extern "C" void penstock_ranks_end(Ranks *ranks, int64_t rank) {
     ranks->lanes[0].header->ended.store(rank + 1, std::memory_order_release);
 }
 
-// What follows returns an Outcome. Times are of CLOCK_MONOTONIC, in ns.
+// The functions that follow return an Outcome. Times are of CLOCK_MONOTONIC, in ns.
 
 extern "C" int64_t penstock_all_reduce_float(Ranks *ranks, float *data, int64_t count, int64_t deadline_ns) {
     return ranks->kept(0, sum(ranks->lanes[0], data, count, deadline_ns));

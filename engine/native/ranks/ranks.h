@@ -1,4 +1,4 @@
-// What ranks.cpp and step.cpp agree on.
+// ranks.cpp and step.cpp agree on this.
 #pragma once
 #include <cstdint>
 

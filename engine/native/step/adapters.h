@@ -1,4 +1,4 @@
-// What LoRA adapters add to linear layers.
+// LoRA adapters add to what linear layers give.
 #pragma once
 #include "low_rank.h"
 #include "state.h"
@@ -33,7 +33,7 @@ class Adapters {
     // low_ = A x of the tokens that have an adapter. read(t, out) gives x, of so many columns.
     template <class Read>
     KEEP_APART void shrink(StepThread &thread, Place place, int64_t columns, Read read) {
-        if (!any()) return;
+        if (!any() || !place.stack.count) return;
         const int64_t step = low_rank_columns(columns), tiles = int64_t(adapted_.size());
         // Few tiles are split, by ranks, so that every thread has some.
         const int64_t each = tiles < 2 * num_threads_ ? 8 : s_.width;

@@ -1,4 +1,4 @@
-// What a part's phases need: the step's state, and what all parts do with it.
+// A part's phases need the step's state, and what all parts do with it.
 #pragma once
 #include "linear.h"
 
@@ -17,11 +17,12 @@ struct StepContext {
 
 // The phases of one part derive from this, so that they have all of it at hand.
 class PartPhases {
-  protected:
+  public:
     explicit PartPhases(StepContext &context)
         : state_(context.state), m_(state_.model), s_(state_.step), sums_(context.sums), norms_(context.norms),
           adapters_(context.adapters), linears_(context.linears) {}
 
+  protected:
     StepState &state_;
     const Model &m_;
     const Step &s_;

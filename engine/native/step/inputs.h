@@ -8,15 +8,14 @@
 
 #include "native/products/vectors.h"
 
-// engine/native/model.py declares the same with ctypes. For each of `sequences`: the row of both tables,
-// its tokens before the step, and how many the step has.
+// For each of `sequences`: the row of both tables, its tokens before the step, and how many the step has.
 struct Gather {
     int64_t sequences, tokens_step, max_blocks, block_size;
     const int64_t *slots, *starts, *counts;
     const int64_t *token_table;   // (slots, tokens_step)
     const int32_t *block_tables;  // (groups, slots_of_group, max_blocks)
     int64_t *token_ids, *positions, *kv_slots;  // of all tokens, sequence after sequence
-    int32_t *blocks, *query_starts;  // (sequences, max_blocks), written as far as used; sequences + 1
+    int32_t *blocks;              // (sequences, max_blocks), written as far as used
     // The block tables, and what is made of them, are there once for each group of layers.
     int64_t groups, slots_of_group, tokens;
 };
@@ -27,7 +26,6 @@ inline void gather(const Gather &g) {
     for (int64_t i = 0; i < g.sequences; ++i) {
         const int64_t *tokens = g.token_table + g.slots[i] * g.tokens_step;
         const int32_t *blocks = g.block_tables + g.slots[i] * g.max_blocks;
-        g.query_starts[i] = int32_t(to);
         const int64_t used = (g.starts[i] + g.counts[i] + g.block_size - 1) / g.block_size;
         for (int64_t group = 0; group < g.groups; ++group) {
             const int32_t *of_group = blocks + group * g.slots_of_group * g.max_blocks;
@@ -41,7 +39,6 @@ inline void gather(const Gather &g) {
             g.positions[to] = p;
         }
     }
-    g.query_starts[g.sequences] = int32_t(to);
 }
 
 // The first of a row's maxima; -1 where one of its numbers is NaN or +inf.

@@ -105,13 +105,6 @@ class LinearLayers {
         use([&] { return Input{nullptr, 0, CodedRows::at(state_.coded, columns, group)}; });
     }
 
-    // Calls use(source) with rows as `linear` reads them: as they are, or the codes of value(t).
-    template <class Value, class Use>
-    void with_rows(StepThread &thread, const Linear &linear, Input rows, Value value, Use use) {
-        if (is_coded(linear)) return with_codes(thread, linear, s_.tokens, value, use);
-        use([&] { return rows; });
-    }
-
     // Calls use(source) with a source of the normalised residual stream of all tokens, as `linear` reads it.
     template <class Use>
     void with_normalised(StepThread &thread, const float *norm, const Linear &linear, Use use) {
@@ -137,13 +130,38 @@ class LinearLayers {
         use([&] { return Input{state_.x, state_.x_step}; });
     }
 
-    // A layer that reads what put_active has written, and adds to the residual stream.
-    void multiply_active(StepThread &thread, const Linear &linear, Place place) {
-        const auto value = [&](int64_t t) { return state_.active + t * m_.mlp; };
-        with_rows(thread, linear, {state_.mlp, state_.mlp_step}, value, [&](Source source) {
+    // Layers that are stacked and read the normalised residual stream: see multiply_all.
+    template <class Put>
+    void multiply_normalised(StepThread &thread, const float *norm, const Linear *layers, int count, Place place,
+                             Put put) {
+        shrink_normalised(thread, norm, place);
+        with_normalised(thread, norm, layers[0], [&](Source source) {
+            multiply_all(thread, layers, count, source, s_.tokens, place, put);
+        });
+    }
+    void shrink_normalised(StepThread &thread, const float *norm, Place place) {
+        adapters_.shrink(thread, place, m_.hidden, [&](int64_t t, float *out) {
+            norms_.normalise(state_.residual_of(t), norm, out);
+        });
+    }
+    // A layer that reads rows of X or, where it is coded, of floats, and adds to the residual stream.
+    void multiply_and_add(StepThread &thread, const Linear &linear, Input rows, const float *floats, int64_t step,
+                          Place place) {
+        const auto value = [&](int64_t t) { return floats + t * step; };
+        adapters_.shrink(thread, place, linear.columns, [&](int64_t t, float *out) {
+            if (is_coded(linear)) return void(std::copy_n(value(t), linear.columns, out));
+            widen_x(rows.x + t * rows.step, linear.columns, out);
+        });
+        const auto use = [&](Source source) {
             multiply_all(thread, &linear, 1, source, s_.tokens, place,
                          [&](int64_t t, int64_t n, const float *y, int64_t count) { state_.add(t, n, y, count); });
-        });
+        };
+        if (is_coded(linear)) return with_codes(thread, linear, s_.tokens, value, use);
+        use([&] { return rows; });
+    }
+    // One that reads what put_active has written.
+    void multiply_active(StepThread &thread, const Linear &linear, Place place) {
+        multiply_and_add(thread, linear, {state_.mlp, state_.mlp_step}, state_.active, m_.mlp, place);
     }
     // activation(gate) * up, where `next` reads it: some columns of tokens, from n and t on.
     KEEP_APART void put_active(const Linear &next, const float *gate, const float *up, int64_t in_step,

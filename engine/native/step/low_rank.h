@@ -1,4 +1,4 @@
-// What a LoRA adapter adds to the output of a linear layer for one token: scale * B (A x), in two steps, as A x
+// A LoRA adapter adds to the output of a linear layer for one token: scale * B (A x), in two steps, as A x
 // is needed by all bands of the output. Sums are float32, and so is A x. Each is added up in the same order
 // whatever else is computed with it, so a token's result depends on neither its batch nor its chunk.
 #pragma once

@@ -33,7 +33,7 @@ inline void normalise(const float *in, const float *scale, int64_t size, float e
     for (; i < size; ++i) store(out + i, in[i]);
 }
 
-// What an MLP, or an expert, makes of gate and up. limit: both are clamped to it; 0: they are not.
+// An MLP, or an expert, makes this of gate and up. limit: both are clamped to it; 0: they are not.
 struct Activation {
     bool is_gelu;
     float alpha, limit;
@@ -45,7 +45,7 @@ struct Activation {
     }
 };
 
-// Of rows that are in_step apart, to rows that are out_step apart.
+// Reads rows that are in_step apart, and writes rows that are out_step apart.
 template <class Out>
 inline void activate(Activation by, const float *gate, const float *up, int64_t in_step, int64_t rows,
                      int64_t size, Out *out, int64_t out_step) {

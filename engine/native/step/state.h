@@ -1,4 +1,4 @@
-// What the phases of a step share: the model, the step, and memory for what they pass to each other.
+// The phases of a step share the model, the step, and memory for what they pass to each other.
 //
 // This header and those that include it are step.cpp's alone, hence their unnamed namespaces.
 #pragma once
@@ -15,7 +15,7 @@
 #include "team.h"
 #include "weights.h"
 
-// Of functions that take long beside a call: where each is inlined, the compiler takes twice as long.
+// Marks functions that take long beside a call: where each is inlined, the compiler takes twice as long.
 #define KEEP_APART __attribute__((noinline))
 
 namespace {
@@ -65,7 +65,7 @@ struct Worker {
     std::unique_ptr<float[]> products{new float[2 * kChunk * kBand]};
 };
 
-// What lasts from step to step.
+// Memory that lasts from step to step, and the threads.
 struct Workspace {
     Workspace(const Model &of, int64_t threads) : model(of), team(int(threads)) {
         int64_t widest = 0;
@@ -90,7 +90,7 @@ struct Workspace {
     Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs;
     Bytes x, mlp, coded;
     Routing routing;
-    // Of the last step: 0, or 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
+    // 0, or of the last step 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
     // step then goes on with numbers that mean nothing.
     std::atomic<int64_t> failed{0};
     Team team;  // the last: its threads end before the rest does
@@ -132,7 +132,8 @@ struct StepState {
     }
 
     float *residual_of(int64_t t) const { return residual + t * model.hidden; }
-    // Of what a product gives for a token, some columns: to the residual stream, or to where something comes between.
+    // Adds some columns that a product gives for a token to the residual stream, or puts them where something comes
+    // between.
     void add(int64_t t, int64_t n, const float *y, int64_t count) const {
         if (change) {
             std::copy_n(y, count, change + t * model.hidden + n);

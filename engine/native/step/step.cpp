@@ -108,7 +108,7 @@ extern "C" int64_t penstock_formats() {
     return mask;
 }
 
-// What runs the steps of a model, to be freed by penstock_free. The model must outlive it.
+// Makes what steps of a model run in, to be freed by penstock_free. The model must outlive it.
 extern "C" void *penstock_make(const Model *model, int64_t threads) {
     return new Workspace(*model, threads);
 }
@@ -121,7 +121,7 @@ extern "C" int64_t penstock_step(void *workspace, const Step *step) {
     return static_cast<Workspace *>(workspace)->routing.num_read();
 }
 
-// Of the last step: see Workspace::failed.
+// Returns Workspace::failed of the last step.
 extern "C" int64_t penstock_failed(void *workspace) {
     return static_cast<Workspace *>(workspace)->failed.load(std::memory_order_acquire);
 }
@@ -131,7 +131,7 @@ extern "C" void penstock_logits(void *workspace, const Step *step) {
     run(workspace, step, true);
 }
 
-// What a step reads of the executor's tables.
+// Reads what a step needs of the executor's tables.
 extern "C" void penstock_gather(const Gather *wanted) { gather(*wanted); }
 
 // The likeliest id of each row of logits. A few rows are not worth waking a thread for.
@@ -143,7 +143,7 @@ extern "C" void penstock_likeliest(void *workspace, const float *logits, int64_t
     team.run(job);
 }
 
-// What computes products, for people to read: with plain weights, and with codes or null where none can be.
+// Names what computes products, for people to read: with plain weights, and with codes or null where none can be.
 extern "C" const char *penstock_products() {
     static const std::string made = plain_products();
     return made.c_str();

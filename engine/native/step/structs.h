@@ -1,4 +1,4 @@
-// What Python passes, which engine/native/structures.py reads here: numbers, pointers, structures declared before,
+// Python passes these, and engine/native/structures.py reads them here: numbers, pointers, structures declared before,
 // and arrays of these.
 #pragma once
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Linear {
 
 // ---- Attention ----------------------------------------------------------------------------------
 
-// What layers have whose heads are alike.
+// Layers whose heads are alike share this.
 struct Heads {
     int64_t kv_heads, head_dim;
     int64_t rotary_dim;          // of a head's dimensions, those that are rotated: the first
@@ -44,7 +44,7 @@ struct AttentionLayer {
     int64_t angles_step;     // the distance between rows; 0 for one row
     int64_t group;           // whose slots and block tables it has
     int64_t heads;           // which of the model's it has
-    // What qkv gives after queries: 2 for keys and values; 1 where values are what keys are made of; 0 where the
+    // How much qkv gives after queries: 2 for keys and values; 1 where values are what keys are made of; 0 where the
     // layer reads those of another.
     int64_t kv_parts;
 };
@@ -67,11 +67,11 @@ struct ExpertsLayer {
     Linear router;       // of plain weights
     const float *router_norm, *input_norm;  // of what router and experts read
     const float *factors;  // (experts) or null: of the weights of a token's experts
-    // Of what the MLP and the experts give, before both are added, where the layer has an MLP beside them.
+    // These norm what the MLP and the experts give, before both are added, where the layer has an MLP beside them.
     const float *mlp_norm, *output_norm;
 };
 
-// Of layers with experts: how many they have, how many compute a token, and the size of each. 0 where no layer
+// Layers with experts: how many they have, how many compute a token, and the size of each. 0 where no layer
 // has any. are_weights_normed: whether those of a token's experts add up to 1.
 struct Experts {
     int64_t num, each, size, are_weights_normed;
@@ -85,7 +85,7 @@ struct PerLayerInput {
     const float *norm;        // of what the projection gives
 };
 
-// What makes the layers' own inputs of the embedded tokens: (num_layers * size) of each, times scale, and normalised
+// Makes the layers' own inputs of the embedded tokens: (num_layers * size) of each, times scale, and normalised
 // by layer. size: 0 where there are none.
 struct PerLayerInputs {
     Linear projection;
@@ -145,7 +145,7 @@ struct Model {
 
 // ---- A step -------------------------------------------------------------------------------------
 
-// Of a LoRA adapter: what it adds to a linear layer of a stack, from the band `first` on. Without any: rank 0.
+// A LoRA adapter adds this to a linear layer of a stack, from the band `first` on. Without any: rank 0.
 struct LowRank {
     const void *down;  // A, of T: see low_rank.h
     const void *up;    // B: (bands, rank, 32), of T

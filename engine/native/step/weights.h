@@ -1,4 +1,4 @@
-// What step.cpp calls of the sources that know the types of weights, keys and values. It knows none itself: so it
+// step.cpp calls this of the sources that know the types of weights, keys and values. It knows none itself: so it
 // is compiled once, and linked with what a model needs.
 //
 // T is the type of weights, float, bfloat16 or float16; X that of activations which products with plain weights
@@ -13,7 +13,7 @@
 
 // ---- plain.cpp, for each T ----------------------------------------------------------------------
 
-// Of a number of T, and of X.
+// The bytes of a number of T, and of X.
 extern const int64_t kWeightBytes, kActivationBytes;
 
 // c[i][0..32) = x_i . w, for rows of X that are x_step bytes apart, and one band of a matrix whose rows are
@@ -22,7 +22,7 @@ void multiply_plain(const void *x, int64_t x_step, int64_t rows, const void *w, 
                     int64_t length, float *c, int64_t c_step);
 // c[i][0..count) += the bias of a band's rows.
 void add_bias(const void *bias, int64_t band, int64_t count, int64_t rows, float *c, int64_t c_step);
-// What computes products, for people to read.
+// Names what computes products, for people to read.
 std::string plain_products();
 
 // A row of an embedding, times a factor. in_bands: whether that is packed as products want it.
@@ -49,5 +49,5 @@ void add_low_rank_band(const float *low, const void *up, int64_t band, int64_t r
 
 // max_rows: of a tile. A thread has one of its own.
 std::unique_ptr<Attention> make_attention(int64_t max_rows, int64_t head_dim);
-// What multiplies codes, for people to read; empty where there are none.
+// Names what multiplies codes, for people to read; empty where there are none.
 std::string kv_products();

@@ -29,7 +29,8 @@ class AttentionPhases : PartPhases {
             const int64_t first = unit * kind.heads_each;
             for (int64_t i = first; i < first + kind.heads_each; ++i) attend(thread.worker, layer, i);
         });
-        multiply_output(thread, index);
+        linears_.multiply_and_add(thread, layer.output, {state_.x, state_.x_step}, state_.mixed,
+                                  state_.attended_size, {index, kOutput});
     }
 
   private:
@@ -52,33 +53,11 @@ class AttentionPhases : PartPhases {
 
     void multiply_qkv(StepThread &thread, int64_t index) {
         const Layer &layer = m_.layers[index];
-        adapters_.shrink(thread, {index, kQkv}, m_.hidden, [&](int64_t t, float *out) {
-            norms_.normalise(state_.residual_of(t), layer.input_norm, out);
-        });
-        const Linear *qkv = layer.attention.qkv;
-        linears_.with_normalised(thread, layer.input_norm, qkv[0], [&](Source source) {
-            linears_.multiply_all(thread, qkv, 3, source, s_.tokens, {index, kQkv},
-                                  [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                      std::copy_n(y, count, state_.wide + t * state_.qkv_size + n);
-                                  });
-        });
+        linears_.multiply_normalised(thread, layer.input_norm, layer.attention.qkv, 3, {index, kQkv},
+                                     [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                                         std::copy_n(y, count, state_.wide + t * state_.qkv_size + n);
+                                     });
     }
-    void multiply_output(StepThread &thread, int64_t index) {
-        const Linear &output = m_.layers[index].attention.output;
-        const int64_t width = attended(kinds_[m_.layers[index].attention.heads]);
-        const auto mixed = [&](int64_t t) { return state_.mixed + t * state_.attended_size; };
-        adapters_.shrink(thread, {index, kOutput}, width, [&](int64_t t, float *out) {
-            if (is_coded(output)) return void(std::copy_n(mixed(t), width, out));
-            widen_x(state_.x + t * state_.x_step, width, out);
-        });
-        linears_.with_rows(thread, output, {state_.x, state_.x_step}, mixed, [&](Source source) {
-            linears_.multiply_all(thread, &output, 1, source, s_.tokens, {index, kOutput},
-                                  [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                      state_.add(t, n, y, count);
-                                  });
-        });
-    }
-
     void normalise_whole(StepThread &thread, int64_t index) {
         const AttentionLayer &layer = m_.layers[index].attention;
         if (m_.ranks.group) {

@@ -6,7 +6,7 @@ namespace {
 
 class EmbeddingPhases : PartPhases {
   public:
-    explicit EmbeddingPhases(StepContext &context) : PartPhases(context) {}
+    using PartPhases::PartPhases;
 
     // Where layers have inputs of their own, the residual stream is what was embedded, of which these are made.
     void run(StepThread &thread) {

@@ -8,7 +8,7 @@ namespace {
 
 class HeadPhases : PartPhases {
   public:
-    explicit HeadPhases(StepContext &context) : PartPhases(context) {}
+    using PartPhases::PartPhases;
 
     void send(StepThread &thread) {  // the next stage computes on
         thread.run(s_.tokens, [&](int64_t t) {

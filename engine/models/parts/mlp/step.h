@@ -6,20 +6,14 @@ namespace {
 
 class MlpPhases : PartPhases {
   public:
-    explicit MlpPhases(StepContext &context) : PartPhases(context) {}
+    using PartPhases::PartPhases;
 
     void run(StepThread &thread, int64_t index) {
         const Layer &layer = m_.layers[index];
         const MlpLayer &mlp = layer.mlp;
-        adapters_.shrink(thread, {index, kGateUp}, m_.hidden, [&](int64_t t, float *out) {
-            norms_.normalise(state_.residual_of(t), layer.mlp_norm, out);
-        });
+        linears_.shrink_normalised(thread, layer.mlp_norm, {index, kGateUp});
         linears_.with_normalised(thread, layer.mlp_norm, mlp.gate,
                                  [&](Source source) { gate(thread, index, source); });
-        adapters_.shrink(thread, {index, kDown}, mlp.size, [&](int64_t t, float *out) {
-            if (is_coded(mlp.down)) return void(std::copy_n(state_.active + t * m_.mlp, mlp.size, out));
-            widen_x(state_.mlp + t * state_.mlp_step, mlp.size, out);
-        });
         linears_.multiply_active(thread, mlp.down, {index, kDown});
     }
 

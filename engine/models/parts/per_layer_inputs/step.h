@@ -16,13 +16,11 @@ class PerLayerInputPhases : PartPhases {
     // Those of all layers, of the embedded tokens, which are not normalised for it.
     KEEP_APART void make(StepThread &thread) {
         const PerLayerInputs &all = m_.inputs;
-        linears_.with_normalised(thread, nullptr, all.projection, [&](Source source) {
-            linears_.multiply_all(thread, &all.projection, 1, source, s_.tokens, {0, kNoStack},
-                                  [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                      float *to = inputs_ + t * step_ + n;
-                                      for (int64_t i = 0; i < count; ++i) to[i] = y[i] * float(all.scale);
-                                  });
-        });
+        linears_.multiply_normalised(thread, nullptr, &all.projection, 1, {0, kNoStack},
+                                     [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                                         float *to = inputs_ + t * step_ + n;
+                                         for (int64_t i = 0; i < count; ++i) to[i] = y[i] * float(all.scale);
+                                     });
         thread.run(s_.tokens, [&](int64_t t) {
             const float *rows = s_.input_rows + t * step_;
             float *inputs = inputs_ + t * step_;
@@ -47,13 +45,11 @@ class PerLayerInputPhases : PartPhases {
     // activation(gate) * input, of the residual stream's gate.
     KEEP_APART void gate(StepThread &thread, int64_t index) {
         const PerLayerInput &own = m_.layers[index].input;
-        linears_.with_normalised(thread, nullptr, own.gate, [&](Source source) {
-            linears_.multiply_all(thread, &own.gate, 1, source, s_.tokens, {index, kNoStack},
-                                  [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                      const float *input = inputs_ + t * step_ + index * m_.inputs.size + n;
-                                      linears_.put_active(own.projection, y, input, 0, 1, count, t, n);
-                                  });
-        });
+        linears_.multiply_normalised(
+            thread, nullptr, &own.gate, 1, {index, kNoStack}, [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                const float *input = inputs_ + t * step_ + index * m_.inputs.size + n;
+                linears_.put_active(own.projection, y, input, 0, 1, count, t, n);
+            });
     }
     // The residual stream that follows, once the inputs are made of what was embedded.
     void go_on(int64_t t) {
