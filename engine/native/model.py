@@ -58,7 +58,7 @@ class NativeModel:
         )
         weakref.finalize(self, library.penstock_free, self._workspace)
         self.products = _products(library)
-        """What multiplies matrices, for people to read."""
+        """Names what multiplies matrices, for people to read."""
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """See `Model`. The logits are those of this step until the next is run."""
@@ -86,11 +86,11 @@ class NativeModel:
         return logits
 
     def packed_adapter(self, adapter: Adapter) -> NativeAdapter:
-        """As `ModelInput.adapters` needs it."""
+        """Returns what `ModelInput.adapters` needs."""
         return NativeAdapter(adapter, self._rows)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """As `penstock.engine.sampling.sampler.argmax`."""
+        """Returns what `penstock.engine.sampling.sampler.argmax` does."""
         ids = torch.empty(len(logits), dtype=torch.int64)
         self._library.penstock_likeliest(
             self._workspace,
@@ -103,7 +103,7 @@ class NativeModel:
 
     @property
     def _sends(self) -> bool:
-        """Whether a later stage computes what comes after the layers."""
+        """Says whether a later stage computes what comes after the layers."""
         return self._pipeline is not None and self._pipeline.after is not None
 
     def _step(

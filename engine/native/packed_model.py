@@ -61,10 +61,7 @@ def _pack_layer(
     packer: Packer, attention: AttentionPacker, index: int, layer: DecoderLayer
 ) -> Structure:
     packed = _LAYER(
-        input_norm=packer.norm(layer.input_norm),
-        attended_norm=packer.norm(layer.attended_norm),
-        mlp_norm=packer.norm(layer.mlp_norm),
-        active_norm=packer.norm(layer.active_norm),
+        **packer.norms(layer, "input_norm", "attended_norm", "mlp_norm", "active_norm"),
         attention=attention.layer(index),
         scalar=1.0 if layer.scalar is None else float(layer.scalar),
     )

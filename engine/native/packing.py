@@ -53,6 +53,9 @@ class Packer:
     def norm(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self.address(weight.float())
 
+    def norms(self, layer: object, *names: str) -> dict[str, int | None]:
+        return {name: self.norm(getattr(layer, name)) for name in names}
+
     def array(self, kind: type[Structure], items: Sequence[Structure]) -> int:
         array = (kind * len(items))(*items)
         self._owned.append(array)

@@ -73,7 +73,7 @@ template <class Runs> class AttentionTo final : public Attention {
     static Keys<KV> typed(const HeadKeys &keys) { return {{*keys.layer, keys.places}, keys.head, keys.table}; }
 
     // Turns scores into weights, 0 for positions that a row must not see, and scales what it has
-    // gathered so far, so that its highest score has the weight 1.
+    // gathered, so that its highest score has the weight 1.
     void soften(const Rows &rows, int64_t start, int64_t width) {
         const float scale = 1.0f / std::sqrt(float(dim_));
         for (int64_t row = 0; row < rows.count(); ++row) {

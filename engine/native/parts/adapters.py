@@ -1,4 +1,4 @@
-"""LoRA adapters as step.cpp reads them: see structs.h and low_rank.h."""
+"""Packs LoRA adapters: see `AdapterLayer` of structs.h, and low_rank.h."""
 
 import ctypes
 from collections.abc import Sequence

@@ -46,8 +46,7 @@ class AttentionPacker:
         num_rows = len(angles.cos) if angles.cos.stride(0) else 1
         (keys, key_scales), (values, value_scales) = map(self._pages, self._pool.layer(index))
         packed = _LAYER(
-            query_norm=packer.norm(layer.query_norm),
-            key_norm=packer.norm(layer.key_norm),
+            **packer.norms(layer, "query_norm", "key_norm"),
             output=packer.linear(layer.output),
             keys=keys,
             values=values,

@@ -15,7 +15,7 @@ _DELTA_NET = structure("DeltaNet", "models/parts/delta_net/recurrence.cpp")
 
 
 class NativeRecurrence:
-    """See `penstock.engine.models.layers.delta_net.Recurrence`."""
+    """See `penstock.engine.models.parts.delta_net.layer.Recurrence`."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         """library: see `load_delta_net_library`."""

@@ -21,7 +21,7 @@ inline Words two_rows(const void *first, const void *second) {
     const auto row = [](const void *p) { return vld1_u8(static_cast<const unsigned char *>(p)); };
     return (Words)vcombine_u8(row(first), row(second));
 }
-// Of four columns, two words each, in two vectors: those of columns 0 and 1, and of 2 and 3.
+// Two vectors have two words each of four columns; these take those of columns 0 and 1, and of 2 and 3.
 inline Words left_columns(Words first, Words second) {
     return (Words)vzip1q_u32((uint32x4_t)first, (uint32x4_t)second);
 }

@@ -3,8 +3,8 @@
 //
 // Activations are those of plain weights. Codes become numbers of 16 bits in the nearest cache, some columns of a
 // band at a time, and products.h multiplies these with all rows; or they stay in registers, where there are
-// instructions to look both bytes of bfloat16 up. A sum of a group has the bits that plain weights with the codes' values would give it, and is scaled once: so what
-// products.h says of a token's result holds here as well.
+// instructions to look both bytes of bfloat16 up. A sum of a group has the bits that plain weights with the codes'
+// values would give it, and is scaled once: so what products.h says of a token's result holds here as well.
 //
 // Codes lie as products.h has numbers of 16 bits, in bytes, but for place_of_code.
 #pragma once
@@ -15,7 +15,7 @@
 // Columns that are widened together: 16 KiB, which stay in the nearest cache beside what is read of x.
 constexpr int64_t kWidenedColumns = 256;
 
-// What codes become: bfloat16 for activations of it, else float16, which processors widen in one instruction.
+// Codes become this: bfloat16 for activations of it, else float16, which processors widen in one instruction.
 // Both hold all values of e4m3, divided by 256: so the exponent of float16 is that of the code.
 template <class X> struct Widened {
     using Type = f16;
@@ -60,7 +60,7 @@ inline void widen_codes(const unsigned char *codes, int64_t count, bool prefetch
 }
 
 #if defined(__AVX512VBMI__)
-// Of 64 codes, both bytes of bfloat16 are looked up: by the code without its sign.
+// Looks up both bytes of bfloat16 for 64 codes: by the code without its sign.
 class Fp8Table {
   public:
     Fp8Table() {

@@ -147,7 +147,7 @@ inline Ints whole_numbers(Floats x) { return (Ints)(x + 12582912.0f) - 0x4b40000
 
 typedef std::int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
-// What fits into them. In steps: GCC 12 would convert one after the other.
+// Narrows numbers that fit. In steps: GCC 12 would convert one after the other.
 inline Bytes narrowed(Ints whole) {
 #if defined(__AVX512F__)
     return (Bytes)_mm512_cvtepi32_epi8((__m512i)whole);
@@ -217,7 +217,7 @@ struct Grouped {
     bool has_half_scales;
 
     int64_t group_bytes() const { return kBand * group * bits / 8; }
-    // Of kLanes rows, by where they are in `scales` and `zeros`.
+    // Reads those of kLanes rows, by where they are in `scales` and `zeros`.
     Floats scales_at(int64_t lane) const {
         return has_half_scales ? load(static_cast<const f16 *>(scales) + lane)
                                : load(static_cast<const float *>(scales) + lane);

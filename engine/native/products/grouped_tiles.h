@@ -16,7 +16,7 @@ constexpr int64_t kMostTileBytes = 64;
 // A group is multiplied in at most two steps of one length, so that one shape of tiles is enough. One of less
 // than half a tile would take vectors longer than it saves them.
 constexpr int64_t kLeastTileGroup = 32, kMostTileGroup = 2 * kMostTileBytes;
-// What is multiplied of a band in one go, by all rows: its bytes, 32 rows' codes and what they add up to
+// So much of a band is multiplied in one go, by all rows: its bytes, 32 rows' codes and what they add up to
 // stay in the nearest cache.
 constexpr int64_t kTileBlock = 512;
 static_assert(kTileBlock >= kMostTileGroup);

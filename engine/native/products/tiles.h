@@ -120,7 +120,7 @@ inline bool pairs_are_right() {
         }
     return true;
 }
-// Of bytes, in less than whole tiles.
+// The same for bytes, in less than whole tiles.
 inline bool quads_are_right() {
     constexpr int64_t depth = 40;
     signed char x[kTile * depth];

@@ -45,7 +45,7 @@ inline Floats load(const float *p) { return *reinterpret_cast<const Floats *>(p)
 inline Floats load(const bf16 *p) {
     return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words) << 16);
 }
-// Of bytes. GCC 12 would convert one after the other.
+// Widens bytes. GCC 12 would convert one after the other.
 inline Floats load(const std::int8_t *p) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));

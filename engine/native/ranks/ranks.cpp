@@ -78,7 +78,7 @@ struct Lane {
     const std::atomic<int64_t> *ended;
     int64_t rank, size;
     uint64_t number;
-    // Of the last collective that failed: the rank that was waited for, or the number that `ended` was given.
+    // By the last collective that failed: the rank that was waited for, or the number that `ended` was given.
     int64_t missing;
 
     unsigned char *buffer(int64_t of) const {

@@ -80,7 +80,7 @@ class AttentionPhases : PartPhases {
         norms_.normalise(query, layer.query_norm, queries, query);
         norms_.normalise(key, layer.key_norm, keys, key);
     }
-    // What the other ranks need to know for that. Each has as many heads; one that several have counts equally
+    // Measures what the other ranks need to know for that. Each has as many heads; one that several have counts equally
     // often as another.
     void measure_heads(const Kind &kind, int64_t t) {
         const float *query = state_.wide + t * state_.qkv_size;

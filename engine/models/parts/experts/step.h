@@ -37,7 +37,7 @@ class ExpertsPhases : PartPhases {
         linears_.with_codes(thread, down, state_.expert_rows, value, add_all);
     }
 
-    // What the MLP has made is in change; adds what the experts make of the residual stream. Ranks have one sum
+    // The MLP has written to change; adds what the experts make of the residual stream. Ranks have one sum
     // for both.
     KEEP_APART void run_beside_mlp(StepThread &thread, int64_t index) {
         const ExpertsLayer &layer = m_.layers[index].experts;
@@ -86,7 +86,7 @@ class ExpertsPhases : PartPhases {
             }
         });
     }
-    // What the products of a segment read: its tokens' rows, one after the other.
+    // Returns what the products of a segment read: its tokens' rows, one after the other.
     Input rows_of_segment(Worker &worker, const Input &all, const Segment &segment) {
         const CodedRows &codes = all.coded;
         if (segment.count == 1) {
