@@ -6,9 +6,9 @@ from concurrent.futures import Future
 
 from penstock.engine.config import LoraConfig
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.executor import AdapterStore
 from penstock.engine.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
-from penstock.engine.model_info import LoadedAdapter
+from penstock.engine.step.executor import AdapterStore
+from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
 
 logger = logging.getLogger(__name__)

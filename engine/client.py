@@ -29,24 +29,24 @@ from penstock.engine.errors import (
     RequestEndedEngine,
     RequestRefused,
 )
-from penstock.engine.gguf.file import is_gguf, model_name
-from penstock.engine.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from penstock.engine.files.gguf.file import is_gguf, model_name
+from penstock.engine.files.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from penstock.engine.files.json_file import read_json as read_model_json
+from penstock.engine.files.json_file import read_object as read_model_object
+from penstock.engine.hub.listed_model import ListedModel
+from penstock.engine.hub.model_files import Download, ModelFiles
 from penstock.engine.ipc.adapters import AdapterTable
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EndCause, EngineState
-from penstock.engine.log_writer import flush_all as flush_logs
-from penstock.engine.logs import CLEAR_LINE, is_terminal, printable, say
-from penstock.engine.logs import configure as configure_logs
-from penstock.engine.logs import fields as log_fields
 from penstock.engine.messages import StepReport
-from penstock.engine.model_info import LoadedAdapter, ModelInfo
-from penstock.engine.models.json_file import read_json as read_model_json
-from penstock.engine.models.json_file import read_object as read_model_object
-from penstock.engine.models.listed_model import ListedModel
-from penstock.engine.models.model_files import Download, ModelFiles
-from penstock.engine.phases import LoadProgress
-from penstock.engine.request_ids import new_request_id
+from penstock.engine.process.log_writer import flush_all as flush_logs
+from penstock.engine.process.logs import CLEAR_LINE, is_terminal, printable, say
+from penstock.engine.process.logs import configure as configure_logs
+from penstock.engine.process.logs import fields as log_fields
+from penstock.engine.process.phases import LoadProgress
+from penstock.engine.process.request_ids import new_request_id
+from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -137,7 +137,7 @@ def open_model(config: EngineConfig) -> ModelFiles:
 
     Without a network, a snapshot downloaded before still serves.
     """
-    from penstock.engine.models.hub import open_model
+    from penstock.engine.hub.hub import open_model
 
     needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
     return open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
@@ -145,21 +145,21 @@ def open_model(config: EngineConfig) -> ModelFiles:
 
 def cached_models() -> list[ListedModel]:
     """Those in the cache of Hugging Face's hub."""
-    from penstock.engine.models.catalog import cached_models
+    from penstock.engine.hub.catalog import cached_models
 
     return cached_models()
 
 
 def models_in(directory: Path) -> list[ListedModel]:
     """Those in a directory, itself or below it. Raises PenstockError if there is no such one."""
-    from penstock.engine.models.catalog import models_in
+    from penstock.engine.hub.catalog import models_in
 
     return models_in(directory)
 
 
 def shown_size(num_bytes: int) -> str:
     """As people read it: 16.4 GB."""
-    from penstock.engine.models.progress import size
+    from penstock.engine.hub.progress import size
 
     return size(num_bytes)
 
@@ -167,8 +167,8 @@ def shown_size(num_bytes: int) -> str:
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":
     """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
     directory has no tokenizer; else None. Raises PenstockError for an invalid config.json."""
-    from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-    from penstock.engine.models.implementation import read_model
+    from penstock.engine.files.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
+    from penstock.engine.hub.implementation import read_model
 
     if not needs_dummy_tokenizer(directory, load_format):
         return None

@@ -72,7 +72,7 @@ class ModelImpl(StrEnum):
 class AttentionBackend(StrEnum):
     """What computes attention on a GPU; on CPU there is one implementation."""
 
-    AUTO = "auto"  # the fastest measured: see penstock.engine.attention.backends
+    AUTO = "auto"  # the fastest measured: see penstock.engine.kernels.attention.backends
     TRITON = "triton"  # our own kernels
     FLASH_ATTN = "flash_attn"  # FlashAttention 2, of the package flash-attn
     TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model
@@ -148,7 +148,7 @@ class EngineConfig:
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
-    server sets it (see `penstock.engine.memory.kept`).
+    server sets it (see `penstock.engine.memory.pool.kept`).
     kv_offload_bytes: on a GPU, of the host's memory for blocks of keys and values that no sequence
     uses; None for none, unless there is kv_offload_dir, the directory where they are written.
     kv_offload_disk_bytes: the most that all files there may take, None for 10 GiB; on a CPU

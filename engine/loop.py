@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from penstock.engine import logs
 from penstock.engine.adapter_commands import AdapterCommands
-from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.messages import (
     Abort,
     Accepted,
@@ -23,7 +21,9 @@ from penstock.engine.messages import (
     Submit,
     ToEngine,
 )
-from penstock.engine.request_ids import caller_of
+from penstock.engine.process import logs
+from penstock.engine.process.request_ids import caller_of
+from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler

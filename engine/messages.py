@@ -7,8 +7,8 @@ from typing import NamedTuple, Self
 import msgspec
 
 from penstock.engine.config import AdapterSource
-from penstock.engine.model_info import LoadedAdapter, ModelInfo
-from penstock.engine.phases import LoadProgress
+from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import (

@@ -11,10 +11,10 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.loading import describe, of_ranks
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_layout import GroupPool, longest_that_fits
-from penstock.engine.memory.kv_pool import size_pool
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits
+from penstock.engine.memory.pool.kv_pool import size_pool
 from penstock.engine.sizing import GB, Sizing
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import GraphSizes

@@ -18,20 +18,20 @@ import torch
 from penstock.engine.config import Dtype, KVCacheDtype, LoraConfig, Quantization
 from penstock.engine.memory.dtypes import TORCH_DTYPES, kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
-from penstock.engine.memory.kv_layout import (
+from penstock.engine.memory.pool.kv_layout import (
     GroupPool,
     KVLayout,
     bytes_needed,
     divide,
     longest_that_fits,
 )
+from penstock.engine.models.at_load.plan import Plan
+from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.layers.kept import Kept
-from penstock.engine.models.lora.adapter import max_adapter_bytes
-from penstock.engine.models.quantization.at_load.plan import Plan
-from penstock.engine.models.quantization.at_load.quantize import quantization_plan
-from penstock.engine.models.shard import Shard
+from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 

@@ -9,7 +9,7 @@ def main() -> int:
     is_wanted = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not under nohup
     if is_wanted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from penstock.server.cli import main as run
+    from penstock.server.command_line.cli import main as run
 
     if is_wanted:
         signal.signal(signal.SIGINT, signal.default_int_handler)

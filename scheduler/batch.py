@@ -3,7 +3,7 @@
 What goes into a step, and what becomes of its sequences, the scheduler decides.
 """
 
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.types import (
     BlockCopy,
     FinishReason,

@@ -5,9 +5,9 @@ Drafts cause no preemption: which sequences run is decided without them.
 """
 
 from penstock.scheduler.batch import Batch
-from penstock.scheduler.kv_cache import KVCache
+from penstock.scheduler.cache.kv_cache import KVCache
+from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.outputs import StepOutputs, output_of_drafts
-from penstock.scheduler.sequence import Sequence, Status
 from penstock.scheduler.types import SampledTokens, TokenLogprobs
 
 

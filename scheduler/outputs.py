@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.types import (
     AcceptedDraft,
     Finish,

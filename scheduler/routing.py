@@ -10,7 +10,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from penstock.scheduler.prefix import block_digests, root_digest
+from penstock.scheduler.cache.prefix import block_digests, root_digest
 
 # Prompts are compared in pieces of so many tokens.
 _PIECE = 64

@@ -22,6 +22,12 @@ from collections.abc import Sequence as Items
 from itertools import repeat
 
 from penstock.scheduler.batch import Batch
+from penstock.scheduler.cache.journal import BlockJournal
+from penstock.scheduler.cache.kv_cache import KVCache
+from penstock.scheduler.cache.kv_events import KVEvents
+from penstock.scheduler.cache.loads import Loads
+from penstock.scheduler.cache.sequence import Sequence, Status
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.drafts import Drafts
 from penstock.scheduler.errors import (
@@ -31,27 +37,21 @@ from penstock.scheduler.errors import (
     PromptTooLong,
     TargetOutOfReach,
 )
-from penstock.scheduler.fairness import (
+from penstock.scheduler.groups import KVGroup, StateGroup
+from penstock.scheduler.outputs import StepOutputs, output_of
+from penstock.scheduler.policy.fairness import (
     CACHED_TOKEN,
     OUTPUT_TOKEN,
     PROMPT_TOKEN,
     FairQueue,
     queue_for,
 )
-from penstock.scheduler.forecast import Ahead
-from penstock.scheduler.groups import KVGroup, StateGroup
-from penstock.scheduler.journal import BlockJournal
-from penstock.scheduler.kv_cache import KVCache
-from penstock.scheduler.kv_events import KVEvents
-from penstock.scheduler.loads import Loads
-from penstock.scheduler.outputs import StepOutputs, output_of
-from penstock.scheduler.policy import may_start_batch, victim
-from penstock.scheduler.sequence import Sequence, Status
+from penstock.scheduler.policy.forecast import Ahead
+from penstock.scheduler.policy.queue import may_start_batch, victim
+from penstock.scheduler.policy.targets import Targets
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget
 from penstock.scheduler.step_model.live import LiveStepModel
-from penstock.scheduler.targets import Targets
-from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     Finish,
     FinishReason,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one group of layers: see `penstock.scheduler.groups`. Where is_recurrent, they
+    """The blocks of one group of layers: see `scheduler.cache.groups`. Where is_recurrent, they
     are states, and those that are evictable are snapshots."""
 
     window: int | None

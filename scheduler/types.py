@@ -131,7 +131,7 @@ class SlotAssignment(NamedTuple):
     token_ids: every id known so far, the prompt first and then, after a preemption or in another
     engine than it began in, its outputs.
     block_ids: its block table in logical order, and more_block_ids those in the groups of layers
-    after the first (`penstock.scheduler.groups`); entries that no row reads are 0. That of a group
+    after the first (`scheduler.cache.groups`); entries that no row reads are 0. That of a group
     with a recurrence has one entry, the sequence's state. seed: this
     sample's own. prompt_request: the
     outputs still missing of its prompt; its rows then begin at the first token, unless that is

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
-from penstock.engine.executor import device_copies
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.loading import (
     Ledger,
@@ -37,49 +35,48 @@ from penstock.engine.executors.loading import (
     weight_source,
 )
 from penstock.engine.executors.rank_pools import pool_memory, pools_of_others
-from penstock.engine.gguf.file import is_gguf
-from penstock.engine.memory.disk_tier import DiskTier
+from penstock.engine.files.gguf.file import is_gguf
+from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
-from penstock.engine.memory.kept import KeptMemory, identity_of
-from penstock.engine.memory.kv_pool import (
+from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.pool.kept import KeptMemory, identity_of
+from penstock.engine.memory.pool.kv_pool import (
     KVPools,
     PoolSize,
     resolve_max_model_len,
     size_cpu_pool,
 )
-from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
-from penstock.engine.memory.offload import block_files, disk_tier, refuse_with_states
-from penstock.engine.memory.pool_bytes import PoolBytes, StepsInFlight
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.model_input import ModelInput, build_model_input
+from penstock.engine.memory.tiers.disk_tier import DiskTier
+from penstock.engine.memory.tiers.offload import block_files, disk_tier, refuse_with_states
+from penstock.engine.memory.tiers.pool_bytes import PoolBytes, StepsInFlight
+from penstock.engine.models.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.gathered import GatheredModel, least
+from penstock.engine.models.decoder.model import LlamaModel, Model
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import (
     InvalidModel,
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
-from penstock.engine.models.gathered import GatheredModel, least
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
-from penstock.engine.models.llama import LlamaModel, Model
-from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart
+from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.delta_net.layer import Recurrence, torch_recurrence
-from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
-from penstock.engine.models.weights import Empty
+from penstock.engine.models.parts.source import Empty
 from penstock.engine.native.features import check_features, may_code_kv
 from penstock.engine.native.inputs import gather_input
 from penstock.engine.native.library import load_delta_net_library, load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.native.parts.delta_net import NativeRecurrence
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.pipeline import Pipeline
@@ -87,8 +84,11 @@ from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
+from penstock.engine.step.executor import device_copies
+from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.model_input import ModelInput, build_model_input
+from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ BANDWIDTH_PROBE_BYTES = 256 * 2**20
 
 
 class CpuExecutor:
-    """See `penstock.engine.executor.Executor`."""
+    """See `penstock.engine.step.executor.Executor`."""
 
     _native: NativeModel | None = None
     _tier: DiskTier | None = None

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from penstock.engine.executor import AdapterStore, Executor
 from penstock.engine.executors.followers import Followers
-from penstock.engine.model_info import ModelInfo
-from penstock.scheduler.journal import BlockJournal
-from penstock.scheduler.tier import BlockTier
+from penstock.engine.step.executor import AdapterStore, Executor
+from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.cache.journal import BlockJournal
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.types import Request, RequestId
 
 Own = TypeVar("Own", bound=Executor)
 
 
 class FirstRank(Generic[Own]):
-    """The part of `penstock.engine.executor.Executor` that rank 0's own executor answers."""
+    """The part of `penstock.engine.step.executor.Executor` that rank 0's own executor answers."""
 
     def __init__(self, executor: Own, followers: Followers) -> None:
         """executor: of rank 0."""

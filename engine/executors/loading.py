@@ -10,32 +10,33 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, LoraConfig
-from penstock.engine.gguf.file import is_gguf
+from penstock.engine.files.gguf.file import is_gguf
+from penstock.engine.files.json_file import Fields
+from penstock.engine.files.tensor_files import is_finite
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16, peak_bandwidth, peak_flops
-from penstock.engine.memory.kv_layout import GroupPool, KVLayout
-from penstock.engine.memory.kv_pool import PoolSize
-from penstock.engine.model_info import (
+from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
+from penstock.engine.memory.pool.kv_pool import PoolSize
+from penstock.engine.models.at_load.plan import Plan
+from penstock.engine.models.at_load.quantize import Quantized
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families.families import FAMILIES
+from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
+from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.layers.linear import Linear, MakeLinear
+from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.parts.source import Empty, WeightSource
+from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.weights import Checkpoint, RandomWeights
+from penstock.engine.process.phases import Phases
+from penstock.engine.step.model_info import (
     AttentionGroup,
     ModelInfo,
     QuantizationInfo,
 )
-from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.families import FAMILIES
-from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
-from penstock.engine.models.json_file import Fields
-from penstock.engine.models.layers.kept import Kept
-from penstock.engine.models.layers.linear import Linear, MakeLinear
-from penstock.engine.models.lora.adapter import max_adapter_bytes
-from penstock.engine.models.quantization.at_load.plan import Plan
-from penstock.engine.models.quantization.at_load.quantize import Quantized
-from penstock.engine.models.quantization.parse import quantization_name
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
-from penstock.engine.models.tensor_files import is_finite
-from penstock.engine.models.weights import Checkpoint, Empty, RandomWeights, WeightSource
-from penstock.engine.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import StateGroup
 

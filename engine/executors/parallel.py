@@ -17,13 +17,13 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Step
 from penstock.engine.executors.rank_pools import rank_pools
-from penstock.engine.gguf.file import is_gguf
+from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage, num_passed
 from penstock.engine.models.lora.store import Adapters
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage, num_passed
 from penstock.engine.native.library import load_ranks_library
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.ranks.link import LinkSize
@@ -143,7 +143,7 @@ def flags_of(layout: RankLayout) -> str:
 
 
 class ParallelExecutor(FirstRank[CpuExecutor]):
-    """See `penstock.engine.executor.Executor`."""
+    """See `penstock.engine.step.executor.Executor`."""
 
     def __init__(self, executor: CpuExecutor, followers: Followers, num_stages: int = 1) -> None:
         """executor: of rank 0."""

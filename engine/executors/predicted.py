@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from random import Random
 from typing import Any
 
-from penstock.engine.executor import check_no_adapter
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.step.executor import check_no_adapter
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import StepClass, StepWork, class_of, work_of
 from penstock.scheduler.step_model.model import StepModel
@@ -36,7 +36,7 @@ class VirtualClock:
 
 
 class PredictedExecutor:
-    """See `penstock.engine.executor.Executor`.
+    """See `penstock.engine.step.executor.Executor`.
 
     factors: by class, what predicted times are multiplied by; 1 where none is given. seed: draws
     the spread that the model saw in steps alike; None for none. host_s: the host's time of the step

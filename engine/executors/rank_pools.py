@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.memory.kept import KeptMemory
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools
+from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.shared_memory import memory_of
 

@@ -18,15 +18,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from penstock.engine.executor import PendingTokens, check_no_adapter, device_copies
-from penstock.engine.memory.disk_tier import BlockMemory
-from penstock.engine.memory.kept import KeptMemory
-from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.tiers.disk_tier import BlockMemory
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.step.executor import PendingTokens, check_no_adapter, device_copies
+from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.scheduler.cache.journal import BlockJournal
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.journal import BlockJournal
 from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
-from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     FinishReason,
     Pooling,
@@ -61,7 +61,7 @@ class _Pool(NamedTuple):
 
 
 class _PoolBytes:
-    """See `penstock.engine.memory.disk_tier.BlockMemory`."""
+    """See `penstock.engine.memory.tiers.disk_tier.BlockMemory`."""
 
     def __init__(self, pools: list[_Pool], block_size: int) -> None:
         self._pools = pools

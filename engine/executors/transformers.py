@@ -28,8 +28,9 @@ from penstock.engine.memory.hardware import (
     peak_flops,
     read_bandwidth,
 )
-from penstock.engine.memory.kv_layout import GroupPool, KVLayout
-from penstock.engine.memory.kv_pool import (
+from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
+from penstock.engine.memory.pool.kv_pool import (
     KVPool,
     KVPools,
     PoolSize,
@@ -37,17 +38,16 @@ from penstock.engine.memory.kv_pool import (
     size_cpu_pool,
     size_pool,
 )
-from penstock.engine.memory.kv_shape import KVHeads
-from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
-from penstock.engine.memory.offload import refuse_offload
-from penstock.engine.model_info import AttentionGroup, ModelInfo
-from penstock.engine.model_input import ModelInput, build_model_input
+from penstock.engine.memory.pool.kv_shape import KVHeads
+from penstock.engine.memory.tiers.offload import refuse_offload
 from penstock.engine.models.fallback.check import check_model
 from penstock.engine.models.fallback.load import TransformersConfig, check_ropes, load_network
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
 from penstock.engine.models.lora.store import Adapters
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
+from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _MAX_BLOCKS = 2**20
 
 
 class TransformersExecutor(CpuExecutor):
-    """See `penstock.engine.executor.Executor`."""
+    """See `penstock.engine.step.executor.Executor`."""
 
     def __init__(
         self,

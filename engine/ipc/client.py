@@ -17,7 +17,7 @@ from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.memory.kept import make_descriptor
+from penstock.engine.memory.pool.kept import make_descriptor
 from penstock.engine.messages import (
     Abort,
     Accepted,
@@ -27,8 +27,8 @@ from penstock.engine.messages import (
     Refused,
     StepReport,
 )
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.phases import LoadProgress
+from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import Request, RequestId

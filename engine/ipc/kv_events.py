@@ -20,8 +20,8 @@ import msgspec
 import zmq
 
 from penstock.engine.config import KVEventsConfig
+from penstock.scheduler.cache.kv_events import KVEvent, Stored
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.kv_events import KVEvent, Stored
 
 logger = logging.getLogger(__name__)
 

@@ -22,28 +22,28 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from penstock.engine import logs
 from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import Executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.ipc.kv_events import KVEventPublisher
-from penstock.engine.log_writer import flush_all
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
-from penstock.engine.model_info import ModelInfo
 from penstock.engine.models.fallback.source import TransformersClass
-from penstock.engine.parent_process import die_with_parent
-from penstock.engine.phases import Phases
+from penstock.engine.process import logs
+from penstock.engine.process.log_writer import flush_all
+from penstock.engine.process.parent_process import die_with_parent
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
-from penstock.engine.step_times import first_step_model
+from penstock.engine.step.executor import Executor
+from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.step_times import first_step_model
+from penstock.scheduler.cache.kv_events import KVEvents
+from penstock.scheduler.cache.tier import BlockTier, TierBlock
 from penstock.scheduler.errors import InvalidConfig, PenstockError
-from penstock.scheduler.forecast import prefill_s
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.kv_events import KVEvents
+from penstock.scheduler.policy.forecast import prefill_s
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
-from penstock.scheduler.tier import BlockTier, TierBlock
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,9 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
         if config.pipeline_parallel_size > 1:
             raise InvalidConfig("--pipeline-parallel-size: the scripted engine has no model to cut")
         from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-        from penstock.engine.memory.kept import KeptMemory, identity_of
-        from penstock.engine.memory.offload import block_files, disk_tier
-        from penstock.engine.models.implementation import read_model
+        from penstock.engine.hub.implementation import read_model
+        from penstock.engine.memory.pool.kept import KeptMemory, identity_of
+        from penstock.engine.memory.tiers.offload import block_files, disk_tier
         from penstock.engine.sampling.grammar import Grammars
         from penstock.engine.sampling.grammar_table import GrammarTable
 
@@ -152,7 +152,7 @@ def _build_executor(config: EngineConfig, phases: Phases, followers: Followers |
     """followers: those of further ranks, where there are any, and not too many."""
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.loading import choose_device
-        from penstock.engine.models.implementation import find_implementation
+        from penstock.engine.hub.implementation import find_implementation
 
         device = choose_device(config.device)
         implementation = find_implementation(Path(config.model), config.model_impl)

@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from penstock.engine import logs
 from penstock.engine.config import AdapterSource
-from penstock.engine.executor import AdapterStore
 from penstock.engine.executors.followers import (
     Channel,
     DropPart,
@@ -30,9 +28,11 @@ from penstock.engine.executors.followers import (
     Start,
     Step,
 )
-from penstock.engine.log_writer import flush_all
-from penstock.engine.model_info import LoadedAdapter
-from penstock.engine.parent_process import die_with_parent
+from penstock.engine.process import logs
+from penstock.engine.process.log_writer import flush_all
+from penstock.engine.process.parent_process import die_with_parent
+from penstock.engine.step.executor import AdapterStore
+from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
 
 logger = logging.getLogger(__name__)

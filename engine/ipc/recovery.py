@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from penstock.engine import logs
 from penstock.engine.errors import RequestEndedEngine
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End
 from penstock.engine.messages import OnWire, Submit
-from penstock.engine.request_ids import caller_of
+from penstock.engine.process import logs
+from penstock.engine.process.request_ids import caller_of
 from penstock.scheduler.types import FinishReason, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ silent.
 It reads no clock and ends nothing.
 """
 
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
 

@@ -31,8 +31,8 @@ from penstock.engine.messages import (
     OnWire,
     Ready,
 )
-from penstock.engine.model_info import LoadedAdapter, ModelInfo
-from penstock.engine.phases import LoadProgress
+from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
 logger = logging.getLogger(__name__)
 

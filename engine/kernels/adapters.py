@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.device_step import AdapterTiles
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.step.device_step import AdapterTiles
 
 # Rows of a tile: the fewest that the matrix units take; and more, where a step has many tokens.
 _FEW_ROWS, _MANY_ROWS = 16, 64

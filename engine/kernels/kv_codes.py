@@ -1,4 +1,4 @@
-"""Codes of the KV cache in kernels: what `penstock.engine.memory.kv_codes` computes in torch.
+"""Codes of the KV cache in kernels: what `penstock.engine.memory.pool.kv_codes` computes in torch.
 
 A kernel gets float8_e4m3fn as bytes (uint8), and converts them by integer arithmetic: GPUs before
 compute capability 8.9 have no instruction for it, and numpy, which Triton's interpreter computes
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.memory.kv_codes import LEAST_PEAK, LIMITS, KVPages
+from penstock.engine.memory.pool.kv_codes import LEAST_PEAK, LIMITS, KVPages
 
 # Adding it to a float32 of less than 2^22 and subtracting it again rounds to the nearest integer,
 # and to the even one of two.

@@ -13,7 +13,7 @@ from penstock.engine.kernels.kv_codes import (
 )
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
-from penstock.engine.memory.kv_codes import KVPages
+from penstock.engine.memory.pool.kv_codes import KVPages
 
 # Heads per program: with 16 KiB of them, there would be too few programs at batch 1.
 _HEADS = 4

@@ -8,29 +8,29 @@ from math import prod
 from pathlib import Path
 from typing import ClassVar
 
-from penstock.engine.attention.shape import AttentionShape
 from penstock.engine.config import ModelImpl
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_shape import KVHeads, KVShape
-from penstock.engine.model_info import RoutedExperts
+from penstock.engine.files.json_file import Fields, read_object, shown
+from penstock.engine.files.tensor_names import tensor_names, text_model_name
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.families import FAMILIES, find_family
-from penstock.engine.models.json_file import Fields, read_object, shown
-from penstock.engine.models.keys import check_keys
-from penstock.engine.models.layer import Layer
-from penstock.engine.models.outline import Outline
+from penstock.engine.models.families.families import FAMILIES, find_family
+from penstock.engine.models.families.keys import check_keys
+from penstock.engine.models.families.outline import Outline
 from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.attention.rope import check_neutral, longest_sequence
 from penstock.engine.models.parts.embedding.config import Embedding
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.head.config import Head
+from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, TensorTable, differences
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.parse import read_quantization
 from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
-from penstock.engine.models.rope import check_neutral, longest_sequence
-from penstock.engine.models.tensor_names import tensor_names, text_model_name
+from penstock.engine.step.model_info import RoutedExperts
 
 logger = logging.getLogger(__name__)
 # Before the number of a layer, in the names of its tensors.

@@ -7,22 +7,21 @@ Several threads may read from a source at the same time.
 
 import logging
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.models.cut import Cut
+from penstock.engine.files.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
+from penstock.engine.models.division.cut import Cut
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.linear import Linear, StoredLinear
+from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.parts.source import Empty
 from penstock.engine.models.quantization.config import QuantizationConfig
-from penstock.engine.models.quantization.made_up import made_up_layer
-from penstock.engine.models.quantization.readers.layer import read_layer
 from penstock.engine.models.quantization.schemes import divided
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
+from penstock.engine.models.readers.layer import read_layer
+from penstock.engine.models.readers.made_up import made_up_layer
 
 logger = logging.getLogger(__name__)
 
@@ -30,28 +29,6 @@ logger = logging.getLogger(__name__)
 _STD = 0.02
 # Ends of the names of what scales a quantized KV cache.
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-
-
-# Allocates the memory that a weight is read into, on the device and in the type of its choice.
-Empty = Callable[[tuple[int, ...]], Tensor]
-
-
-class WeightSource(Protocol):
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
-        ...
-
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        """One of which a step reads few rows: in the type that it is stored in, and where there is
-        a file, mapped from it."""
-        ...
-
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
-        """The linear layer of these, in a format of its own; None where the weights are plain.
-
-        shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
-        """
-        ...
 
 
 class Checkpoint:

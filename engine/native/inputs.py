@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from penstock.engine.model_input import ModelInput
 from penstock.engine.native.structures import structure
+from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.types import ScheduledBatch
 
 _GATHER = structure("Gather", "native/step/inputs.h")

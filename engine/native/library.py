@@ -1,8 +1,8 @@
 """Chooses the C++ sources that a model needs, and loads the library that they make.
 
 It is compiled when it is first needed (see `penstock.engine.native.compiler`). Without a compiler,
-`load_library` logs a warning and returns None, and `penstock.engine.models.llama` computes the same
-in torch.
+`load_library` logs a warning and returns None, and `engine/models/decoder/model.py` computes the
+same in torch.
 """
 
 import ctypes

@@ -7,18 +7,18 @@ from ctypes import Structure, c_char_p, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.model_input import ModelInput
-from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.lora.adapter import Adapter
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.division.stage import num_passed
+from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.tensors import Stack
-from penstock.engine.models.stage import num_passed
 from penstock.engine.native.features import check_features
 from penstock.engine.native.packed_model import pack_model
 from penstock.engine.native.packing import Packer
 from penstock.engine.native.parts.adapters import NativeAdapter, native_runs
 from penstock.engine.native.structures import structure
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
+from penstock.engine.step.model_input import ModelInput
 
 _STEP = structure("Step")
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure
 from functools import partial
 
-from penstock.engine.memory.kv_pool import LayerPools
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.llama import DecoderLayer, LlamaModel
 from penstock.engine.native.packing import Packer, check_format
 from penstock.engine.native.parts.attention import AttentionPacker
 from penstock.engine.native.parts.ends import pack_ends

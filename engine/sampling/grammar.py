@@ -23,10 +23,10 @@ from typing import NamedTuple
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
 from penstock.engine.errors import BadGrammar
-from penstock.engine.gguf.file import is_gguf
-from penstock.engine.gguf.tokenizer import read_tokenizer
+from penstock.engine.files.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
+from penstock.engine.files.gguf.file import is_gguf
+from penstock.engine.files.gguf.tokenizer import read_tokenizer
 
 # Fuel and items for a tenth of a millisecond each suffice for ordinary schemas; these limits, some
 # 4 ms, for unusual ones. llguidance's defaults per step are 14 ms of lexing and as much for items.

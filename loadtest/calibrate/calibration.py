@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.step_times import read_calibration
+from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.step_times import read_calibration
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
 from penstock.loadtest.bench.readiness import TargetUnusable
 from penstock.scheduler.config import SchedulerConfig

@@ -7,9 +7,9 @@ from random import Random
 
 import msgspec
 
-from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import class_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.loadtest.simulate.front_end_queue import FrontEndQueue
 from penstock.scheduler.config import SchedulerConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.engine.memory.kv_layout import GroupPool, bytes_needed, divide
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.memory.pool.kv_layout import GroupPool, bytes_needed, divide
+from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.engine_flags import scheduler_config
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END

@@ -34,7 +34,7 @@ _MAX_TAIL = 1.5
 
 
 class WindowedLayers(Protocol):
-    """See `penstock.engine.model_info.AttentionGroup`."""
+    """See `penstock.engine.step.model_info.AttentionGroup`."""
 
     @property
     def window(self) -> int | None: ...

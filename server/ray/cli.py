@@ -10,10 +10,10 @@ from types import FrameType
 from penstock.engine.client import say
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.config import ServeConfig
-from penstock.server.flag_values import set_defaults
+from penstock.server.flags.flag_values import set_defaults
+from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.ray import environment
 from penstock.server.ray.flags import Scale, make_parser, scale_of
-from penstock.server.serve_config import config_file, serve_config
 
 # Requests and answers do not pass through Ray's memory; this is the least that it takes.
 _OBJECT_STORE_BYTES = 80_000_000

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from penstock.engine.client import Device
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.flag_values import FlagParser
-from penstock.server.serve_flags import add_serve_flags
+from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.serve_flags import add_serve_flags
 
 # A scale-down is in no hurry, unlike the end of a single server.
 _DRAIN_S = 3600.0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.model_info import AttentionGroup
+from penstock.engine.step.model_info import AttentionGroup
 from penstock.loadtest.report.report import RequestResult, percentile
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.engine.config import Device, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.memory.disk_tier import DiskTier
+from penstock.engine.memory.tiers.disk_tier import DiskTier
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams

@@ -24,8 +24,9 @@ from penstock.engine.executors.parallel import (
 )
 from penstock.engine.ipc.supervisor import EndCause
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter, max_adapter_bytes
-from penstock.engine.phases import Phases
+from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.parts.adapter import Adapter
+from penstock.engine.process.phases import Phases
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 from tests.support.adapters import LinearShapes, save_adapter
 from tests.support.parallel_answers import assert_close, parallel_config, requests

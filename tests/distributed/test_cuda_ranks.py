@@ -20,7 +20,6 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig, Quantization
-from penstock.engine.executor import Executor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.ranks import (
     SHARED_DEVICE,
@@ -31,12 +30,13 @@ from penstock.engine.executors.cuda.ranks import (
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.layers.coded import OnGpu
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams

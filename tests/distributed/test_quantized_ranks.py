@@ -10,11 +10,11 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig, Quantization
 from penstock.engine.executors import cpu
+from penstock.engine.models.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.quantization.at_load.quantize import quantization_plan, quantize
-from penstock.engine.models.shard import Shard
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.native import compiler
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from tests.support.parallel_answers import (
     TOLERANCE,
     assert_ranks_answer_alike,

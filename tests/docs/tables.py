@@ -32,7 +32,7 @@ class BadMarks(PenstockError):
 
 def flags() -> str:
     """All flags of `penstock serve`, a table for each group of its help."""
-    from penstock.server.serve_flags import add_serve_flags
+    from penstock.server.flags.serve_flags import add_serve_flags
 
     parser = argparse.ArgumentParser()
     add_serve_flags(parser)
@@ -172,7 +172,7 @@ _MODELS = {
 
 def tested_families() -> str:
     """Those that the tests compare with transformers, with what their tiny models have."""
-    from penstock.engine.models.families import FAMILIES, WRAPPERS
+    from penstock.engine.models.families.families import FAMILIES, WRAPPERS
     from tests.support.tiny_models import tiny_configs
 
     tested = tiny_configs()
@@ -204,8 +204,8 @@ def _is_compiled(config: ModelConfig) -> bool:
 
 def _has_kernels(config: ModelConfig) -> bool:
     """Whether the GPU's kernels compute it."""
+    from penstock.engine.models.decoder.fused import check_parts
     from penstock.engine.models.errors import UnsupportedFeature
-    from penstock.engine.models.fused import check_parts
 
     try:
         check_parts(config)
@@ -216,7 +216,7 @@ def _has_kernels(config: ModelConfig) -> bool:
 
 def fallback() -> str:
     """The classes of transformers that the tests call over the paged KV cache."""
-    from penstock.engine.models.families import FAMILIES
+    from penstock.engine.models.families.families import FAMILIES
     from tests.support.other_decoders import OTHER_DECODERS, architecture_of
 
     rows = [

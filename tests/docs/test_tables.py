@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.server.serve_flags import add_serve_flags
+from penstock.server.flags.serve_flags import add_serve_flags
 from tests.docs.tables import (
     DOCS,
     TABLES,

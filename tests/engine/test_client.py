@@ -15,7 +15,7 @@ def test_every_name_in_all_exists() -> None:
 
 def test_the_command_line_imports_the_client_and_loads_nothing_slow() -> None:
     program = (
-        "import sys\nimport penstock.server.cli\n"
+        "import sys\nimport penstock.server.command_line.cli\n"
         "assert 'penstock.engine.client' in sys.modules\n"
         f"print([name for name in {SLOW} if name in sys.modules])"
     )

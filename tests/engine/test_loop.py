@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.engine.executors.loading import describe
-from penstock.engine.memory.kv_pool import PoolSize
-from penstock.engine.model_info import ModelInfo, RoutedExperts
+from penstock.engine.memory.pool.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.step.model_info import ModelInfo, RoutedExperts
 from penstock.scheduler.stats import StepWork, work_of
 from tests.support.tiny_models import make_batch, make_model
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock.engine.model_input import build_model_input
+from penstock.engine.step.model_input import build_model_input
 from tests.support.tiny_models import make_batch
 
 TOKENS = torch.arange(300).view(3, 100)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.phases import LoadProgress, Phases
+from penstock.engine.process.phases import LoadProgress, Phases
 from tests.support.tiny_models import FAMILIES, engine_config, make_model, save
 
 

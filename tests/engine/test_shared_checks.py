@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.engine.errors import UnknownAdapter
-from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.step.executor import check_no_adapter, device_copies
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, Tier
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import make_batch

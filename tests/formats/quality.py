@@ -18,15 +18,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.gguf.file import open_gguf
+from penstock.engine.files.gguf.file import open_gguf
 from penstock.engine.memory.host import Arena
+from penstock.engine.models.at_load.plan import Plan, Scheme
+from penstock.engine.models.at_load.quantize import Rounder
+from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.kept import AsStored
-from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
-from penstock.engine.models.quantization.at_load.quantize import Rounder
-from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from tests.demo_model.training.corpus import documents
 from tests.demo_model.training.train import HELD_OUT_SEED_OFFSET, packed_rows
 from tests.formats.llama_cpp import IS_INSTALLED, NOT_INSTALLED, write_gguf

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.server.serve_flags import add_serve_flags
+from penstock.server.flags.serve_flags import add_serve_flags
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server
 

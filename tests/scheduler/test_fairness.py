@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
-from penstock.scheduler.fairness import FairQueue
+from penstock.scheduler.policy.fairness import FairQueue
 from penstock.scheduler.types import FinishReason
 from tests.support.scheduling import Driver, make_request
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.memory.block_files import BlockFiles
-from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
-from penstock.engine.memory.host_pieces import HostPieces
-from penstock.engine.memory.host_tier import HostTier
+from penstock.engine.memory.tiers.block_files import BlockFiles
+from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
+from penstock.engine.memory.tiers.host_pieces import HostPieces
+from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.scheduler.cache.tier import TierBlock
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.tier import TierBlock
 from penstock.scheduler.types import FinishReason, Request
 from tests.support.scheduling import make_request, run_alone, tokens_alone
 from tests.support.simulated_device import AheadDriver, SimulatedMover

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.scheduler.prefix import block_digests, root_digest
+from penstock.scheduler.cache.prefix import block_digests, root_digest
 
 KEY = b"0123456789abcdef"
 

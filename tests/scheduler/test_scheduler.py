@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.scheduler.cache.prefix import root_digest
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.errors import ContextTooLong, DuplicateRequest, InvalidConfig, PromptTooLong
-from penstock.scheduler.prefix import root_digest
 from penstock.scheduler.types import FinishReason, RequestId, SampledTokens
 from tests.support.scheduling import Driver, make_request, tokens_alone
 

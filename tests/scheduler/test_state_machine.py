@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.scheduler.cache.sequence import Status
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.sequence import Status
 from penstock.scheduler.types import FinishReason, Pooling, Request
 from tests.support.scheduling import DraftingExecutor, Driver, make_request, run_alone
 

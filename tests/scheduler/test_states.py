@@ -1,7 +1,7 @@
 """Layers with a recurrence beside others: which states are kept, and what is found by them."""
 
+from penstock.scheduler.cache.state_cache import OPENING
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.state_cache import OPENING
 from tests.support.scheduling import Driver, make_request, run_alone
 
 BLOCK = 4

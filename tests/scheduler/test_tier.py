@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.engine.memory.block_files import BlockFiles
-from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
+from penstock.engine.memory.tiers.block_files import BlockFiles
+from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.types import FinishReason, Request

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from tests.support.terminal import Terminal
 
 _BIN = Path(sys.executable).parent

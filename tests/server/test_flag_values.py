@@ -8,11 +8,11 @@ import torch
 from penstock.engine.client import KVCacheDtype
 from penstock.engine.executors.loading import choose_dtype
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server import cli
-from penstock.server.cli import main
+from penstock.server.command_line import cli
+from penstock.server.command_line.cli import main
 from penstock.server.config import ServeConfig
-from penstock.server.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
-from penstock.server.serve_flags import add_serve_flags
+from penstock.server.flags.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
+from penstock.server.flags.serve_flags import add_serve_flags
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.server.health_check import flags_of_container
+from penstock.server.command_line.health_check import flags_of_container
 from tests.server.http.test_access import make_certificate
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, free_port, running_server, wait_until

@@ -32,7 +32,7 @@ def penstock(hub: StubHub, home: Path, *arguments: str) -> "subprocess.Completed
 
 def download(hub: StubHub, home: Path, name: str) -> None:
     script = (
-        "import sys; from penstock.engine.models.hub import open_model\n"
+        "import sys; from penstock.engine.hub.hub import open_model\n"
         "files = open_model(sys.argv[1]); files.download and files.download.run()"
     )
     command = [sys.executable, "-c", script, name]

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.config import Quantization
 from penstock.engine.native import compiler
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from penstock.server.config import ServeConfig
 from tests.support.serving import RunningServer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.ray import environment
 from penstock.server.ray.autoscaling import LOAD, load, replicas_for_load

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from penstock.engine.client import CLEAR_LINE
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from tests.support.serving import RunningServer, running_server, wait_until
 from tests.support.terminal import Terminal
 
@@ -208,7 +208,7 @@ import os, runpy, signal, sys
 
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "penstock.server.cli":
+        if name == "penstock.server.command_line.cli":
             os.kill(os.getpid(), signal.SIGINT)
 
 # Under nohup, and in the background of a shell, it is ignored.
@@ -227,7 +227,10 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
 
 @pytest.mark.parametrize(
     ("command", "function"),
-    [("serve", "penstock.server.app.serve"), ("models", "penstock.server.model_list.main")],
+    [
+        ("serve", "penstock.server.app.serve"),
+        ("models", "penstock.server.command_line.model_list.main"),
+    ],
 )
 def test_an_interrupt_before_a_command_answers_it_is_an_exit_code_and_no_traceback(
     command: str, function: str, monkeypatch: pytest.MonkeyPatch

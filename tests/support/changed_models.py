@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layer import Layer
+from penstock.engine.models.parts.layer import Layer
 
 _HAVE_STATES = ("norms", "mixer", "mlp", "experts")
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.writer import AnswerOptions, Head, encode

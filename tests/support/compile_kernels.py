@@ -26,14 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.device_step import AdapterTiles, DeviceStep, StateTiles
 from penstock.engine.executors.cuda.pool_mover import piece_bytes, words_of
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
-from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS
 from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
@@ -43,15 +41,17 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_table,
 )
-from penstock.engine.memory.kv_pool import KVPool, KVPools
+from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear
-from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
+from penstock.engine.step.device_step import AdapterTiles, DeviceStep, StateTiles
 from penstock.scheduler.types import SamplingParams
 from tests.support.address_width import narrow_offsets
 

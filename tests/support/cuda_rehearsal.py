@@ -25,18 +25,18 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
-from penstock.engine.memory.host_tier import HostTier
+from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
 from penstock.engine.ranks.torch_ranks import TorchRanks
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.ipc.process import build_executor, main
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.phases import Phases
-from penstock.scheduler.journal import BlockJournal
-from penstock.scheduler.tier import BlockTier
+from penstock.engine.process.phases import Phases
+from penstock.engine.step.executor import Executor, PendingTokens
+from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.cache.journal import BlockJournal
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"

@@ -8,7 +8,7 @@ import torch
 
 from penstock.engine.config import ModelImpl
 from penstock.engine.ipc.process import build_executor
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.stepping import SteppedEngine, ids_of

@@ -15,7 +15,7 @@ import triton
 
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample.sampler import Mode
-from penstock.engine.memory.kv_codes import LIMITS
+from penstock.engine.memory.pool.kv_codes import LIMITS
 from tests.support.compile_kernels import QUANTIZED, MetaModel
 
 Entry = dict[str, Any]

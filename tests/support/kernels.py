@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.kv_codes import Codes, encode
+from penstock.engine.memory.pool.kv_codes import Codes, encode
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.model_info import ModelInfo, QuantizationInfo
+from penstock.engine.step.model_info import ModelInfo, QuantizationInfo
 
 
 def on_known_hardware() -> ModelInfo:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepClass
 from penstock.scheduler.step_model.amounts import Amounts
 from penstock.scheduler.step_model.model import StepModel

@@ -8,8 +8,8 @@ import torch
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.prompt_logprobs import PromptLogprobs
 from penstock.scheduler.types import (

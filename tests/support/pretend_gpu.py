@@ -41,8 +41,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from penstock.engine.executors.cuda import block_tier
-from penstock.engine.memory.host_tier import HostTier
-from penstock.engine.models import llama
+from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.engine.models.decoder import model as llama
 from penstock.engine.ranks.torch_group import ALL_GATHER
 from tests.support.paths import ROOT
 

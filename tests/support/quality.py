@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from penstock.engine.memory.kv_codes import LIMITS
+from penstock.engine.memory.pool.kv_codes import LIMITS
 from tests.support.paths import ROOT
 from tests.support.tiny_models import Harness
 

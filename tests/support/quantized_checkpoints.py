@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.models.json_file import Fields
+from penstock.engine.files.json_file import Fields
 from penstock.engine.models.quantization.parse import read_quantization
 from penstock.engine.models.quantization.schemes import Scheme
 

@@ -16,13 +16,13 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Step
 from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
 from penstock.engine.executors.rank_pools import rank_pools
-from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.model_input import ModelInput
-from penstock.engine.models.llama import Model
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.models.decoder.model import Model
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.membership import Membership, membership_bytes
 from penstock.engine.ranks.shared_memory import memory_of
+from penstock.engine.step.model_input import ModelInput
 
 
 def memberships(config: EngineConfig) -> list[Membership]:
@@ -37,7 +37,7 @@ def memberships(config: EngineConfig) -> list[Membership]:
 
 
 class RankThreads(ParallelExecutor):
-    """See `penstock.engine.executor.Executor`. Rank 0 computes in the thread that calls it."""
+    """See `penstock.engine.step.executor.Executor`. Rank 0 computes in the thread that calls it."""
 
     def __init__(
         self,

@@ -3,15 +3,15 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
-from penstock.engine.memory.disk_tier import BlockMemory, DiskTier
-from penstock.engine.memory.host_tier import HostTier
-from penstock.engine.memory.kept import KeptMemory
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
+from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.engine.step.executor import PendingTokens
+from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.cache.group_cache import GroupCache
+from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.group_cache import GroupCache
-from penstock.scheduler.kv_events import KVEvents
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     AcceptedDraft,

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from penstock.engine.memory.disk_tier import BlockMemory
-from penstock.engine.memory.host_pieces import HostPieces
-from penstock.engine.memory.host_tier import HostTier, Move
+from penstock.engine.memory.tiers.disk_tier import BlockMemory
+from penstock.engine.memory.tiers.host_pieces import HostPieces
+from penstock.engine.memory.tiers.host_tier import HostTier, Move
 from penstock.scheduler.types import SampledTokens, ScheduledBatch
 from tests.support.scheduling import Driver
 
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Moving:
-    """See `penstock.engine.memory.host_tier.Transfer`."""
+    """See `penstock.engine.memory.tiers.host_tier.Transfer`."""
 
     seconds = 1e-3
 
@@ -73,7 +73,7 @@ class Moving:
 
 
 class SimulatedMover:
-    """See `penstock.engine.memory.host_tier.BlockMover`."""
+    """See `penstock.engine.memory.tiers.host_tier.BlockMover`."""
 
     def __init__(self, memory: BlockMemory, pieces: HostPieces, most_blocks: int) -> None:
         self._memory, self._pieces = memory, pieces

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 

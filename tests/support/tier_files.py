@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from penstock.engine.memory.block_files import HEADER_BYTES
+from penstock.engine.memory.tiers.block_files import HEADER_BYTES
 
 DAMAGES = ("flipped bit", "cut off", "longer", "empty", "missing", "zeros", "another's", "header")
 

@@ -13,21 +13,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.executors.loading import weight_source
-from penstock.engine.memory.kv_pool import KVPool, KVPools
-from penstock.engine.model_input import AdapterRun, build_model_input
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import LlamaModel, Model
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
-from penstock.engine.models.llama import LlamaModel, Model
 from penstock.engine.models.parts.delta_net.layer import torch_recurrence
 from penstock.engine.native.formats import CODE_FORMATS
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
+from penstock.engine.step.model_input import AdapterRun, build_model_input
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import (
     SamplingParams,

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import AdapterTiles
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
-from penstock.engine.model_input import AdapterRun
+from penstock.engine.step.device_step import AdapterTiles
+from penstock.engine.step.model_input import AdapterRun
 
 
 class TileMemory:

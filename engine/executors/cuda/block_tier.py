@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import Gpu
 from penstock.engine.executors.cuda.pool_mover import STAGING_BYTES, PoolMover, pin
-from penstock.engine.memory.block_files import BlockFiles
-from penstock.engine.memory.host_pieces import HostPieces
-from penstock.engine.memory.host_tier import HostTier
-from penstock.engine.memory.kv_layout import GroupPool
-from penstock.engine.memory.kv_pool import KVPools
 from penstock.engine.memory.machine import available_memory_bytes
-from penstock.engine.memory.offload import DEFAULT_BYTES, disk_tier, files_in
+from penstock.engine.memory.pool.kv_layout import GroupPool
+from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.memory.tiers.block_files import BlockFiles
+from penstock.engine.memory.tiers.host_pieces import HostPieces
+from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.engine.memory.tiers.offload import DEFAULT_BYTES, disk_tier, files_in
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)

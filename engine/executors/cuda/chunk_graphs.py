@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.executors.cuda.state_tiles import StateTileMemory
 from penstock.engine.kernels.tables import gather_chunks, store_lengths
-from penstock.engine.model_input import AdapterRun
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.step.device_step import DeviceStep
+from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.types import ScheduledBatch
 
 # Below about 200 tokens a matrix product is bound by reading its weight, so that padding costs

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import DeviceStep
-from penstock.engine.executor import check_no_adapter, device_copies
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES, ChunkGraphs
@@ -41,17 +39,19 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_table,
 )
-from penstock.engine.memory.kv_pool import KVPools
-from penstock.engine.model_info import ModelInfo
-from penstock.engine.model_input import AdapterRun
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
+from penstock.engine.step.device_step import DeviceStep
+from penstock.engine.step.executor import check_no_adapter, device_copies
+from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.model_input import AdapterRun
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.stats import GraphSizes
-from penstock.scheduler.tier import BlockTier
 from penstock.scheduler.types import (
     PromptOutput,
     Request,
@@ -130,7 +130,7 @@ class DecodeKey(NamedTuple):
 
 
 class CudaExecutor:
-    """See `penstock.engine.executor.Executor`. `penstock.engine.executors.cuda.setup` builds
+    """See `penstock.engine.step.executor.Executor`. `penstock.engine.executors.cuda.setup` builds
     one."""
 
     tier: BlockTier | None = None

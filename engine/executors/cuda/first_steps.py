@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from penstock.engine.kernels.codes.tiles import TILE_ROWS
 from penstock.engine.kernels.linear import MAX_ROWS
-from penstock.engine.model_input import AdapterRun
-from penstock.engine.models.fused_linear import MAX_TILED_ROWS
+from penstock.engine.models.layers.fused_linear import MAX_TILED_ROWS
 from penstock.engine.models.lora.store import Adapters
+from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import (
     BlockCopy,

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.memory.host import to_device
-from penstock.engine.memory.host_pieces import HostPieces
-from penstock.engine.memory.host_tier import Move
-from penstock.engine.memory.kv_pool import KVPool, KVPools
+from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
+from penstock.engine.memory.tiers.host_pieces import HostPieces
+from penstock.engine.memory.tiers.host_tier import Move
 
 # Of each direction: some milliseconds of a fast link, so that launches do not count.
 STAGING_BYTES = 128 * 2**20
@@ -33,7 +33,7 @@ _MEASURED_TWICE = 2
 
 
 class PoolTransfer:
-    """See `penstock.engine.memory.host_tier.Transfer`."""
+    """See `penstock.engine.memory.tiers.host_tier.Transfer`."""
 
     def __init__(self, stream: "torch.cuda.Stream | None") -> None:
         """To be made where it begins."""
@@ -68,7 +68,7 @@ class PoolTransfer:
 
 
 class PoolMover:
-    """See `penstock.engine.memory.host_tier.BlockMover`. Where the pool is the processor's, as for
+    """See `BlockMover`. Where the pool is the processor's, as for
     Triton's interpreter, everything has ended when a method returns."""
 
     def __init__(self, pools: KVPools, staging_bytes: int, device: torch.device) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import AdapterStore
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
 from penstock.engine.executors.cuda.setup import build_cuda_executor
@@ -35,15 +34,16 @@ from penstock.engine.executors.parallel import (
     wait_limit_s,
     without_sampling,
 )
-from penstock.engine.log_writer import flush_all
-from penstock.engine.memory.offload import offload_flag
+from penstock.engine.memory.tiers.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.phases import Phases
+from penstock.engine.process.log_writer import flush_all
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
 from penstock.engine.ranks.torch_ranks import TorchRanks
+from penstock.engine.step.executor import AdapterStore
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import SampledTokens, ScheduledBatch
 
@@ -119,7 +119,7 @@ def follow_on_gpu(
 
 
 class CudaRanks(FirstRank[CudaExecutor]):
-    """See `penstock.engine.executor.Executor`."""
+    """See `penstock.engine.step.executor.Executor`."""
 
     def __init__(self, executor: CudaExecutor, followers: Followers, ranks: TorchRanks) -> None:
         """executor: of rank 0."""

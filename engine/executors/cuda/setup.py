@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from penstock.engine.attention.backends import make_attention
-from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.block_tier import GpuOffload
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
@@ -39,6 +37,8 @@ from penstock.engine.executors.loading import (
     weight_bytes,
     weight_source,
 )
+from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,
@@ -49,36 +49,37 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
-from penstock.engine.memory.kept import identity_of
-from penstock.engine.memory.kv_pool import (
+from penstock.engine.memory.machine import num_cores
+from penstock.engine.memory.pool.kept import identity_of
+from penstock.engine.memory.pool.kv_pool import (
     KVPools,
     PoolSize,
     resolve_max_model_len,
     size_pool,
 )
-from penstock.engine.memory.machine import num_cores
-from penstock.engine.memory.offload import refuse_with_states
-from penstock.engine.model_info import ModelInfo, QuantizationInfo
-from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel, check_parts
-from penstock.engine.models.layers.coded import OnGpu, check_experts_on_gpu, kept_on_gpu
-from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.lora.slots import AdapterSlots
-from penstock.engine.models.lora.store import Adapters
-from penstock.engine.models.lora.weights import RankPart
-from penstock.engine.models.quantization.at_load.plan import Plan
-from penstock.engine.models.quantization.at_load.quantize import (
+from penstock.engine.memory.tiers.offload import refuse_with_states
+from penstock.engine.models.at_load.plan import Plan
+from penstock.engine.models.at_load.quantize import (
     Quantized,
     quantization_plan,
     quantize,
 )
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
-from penstock.engine.phases import Phases
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.fused import FusedModel, check_parts
+from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
+from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.models.lora.store import Adapters
+from penstock.engine.models.lora.weights import RankPart
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.step.model_info import ModelInfo, QuantizationInfo
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import (
     BlockCopy,

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import StateTiles
-from penstock.engine.executor import device_copies
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
-from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS
-from penstock.engine.memory.state_pool import StatePool
+from penstock.engine.memory.pool.state_pool import StatePool
+from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
+from penstock.engine.step.device_step import StateTiles
+from penstock.engine.step.executor import device_copies
 from penstock.scheduler.types import ScheduledBatch
 
 # Numbers in each row of the lists, and before them: two, and two for the rows' alignment.

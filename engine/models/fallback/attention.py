@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.engine.attention.reference import visible
-from penstock.engine.memory.kv_codes import KVPages, gather, store
-from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.model_input import ModelInput
+from penstock.engine.kernels.attention.reference import visible
+from penstock.engine.memory.pool.kv_codes import KVPages, gather, store
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.step.model_input import ModelInput
 
 # Of transformers' registries: for the second name masks are made, for the first there are none.
 PAGED = "penstock"

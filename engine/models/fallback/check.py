@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.model_input import ModelInput
+from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.fallback.attention import PAGED
 from penstock.engine.models.fallback.errors import UnsupportedClass, calling
 from penstock.engine.models.fallback.model import TransformersModel
+from penstock.engine.step.model_input import ModelInput
 
 # Of each step: how many tokens of the first sequence, and of the second.
 _STEPS = ((7, 0), (1, 9), (1, 1), (16, 1), (0, 6), (2, 1), (1, 1), (1, 3))

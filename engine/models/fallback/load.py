@@ -13,12 +13,12 @@ import torch
 import transformers
 
 from penstock.engine.config import LoadFormat
+from penstock.engine.files.json_file import Fields, shown
+from penstock.engine.files.tensor_files import is_finite
 from penstock.engine.models.config import eos_token_ids
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.errors import UnsupportedClass
 from penstock.engine.models.fallback.source import TransformersClass, check_kinds, find_class
-from penstock.engine.models.json_file import Fields, shown
-from penstock.engine.models.tensor_files import is_finite
 
 logger = logging.getLogger(__name__)
 

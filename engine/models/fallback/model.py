@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.memory.kv_shape import KVShape
-from penstock.engine.model_input import ModelInput
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.memory.pool.kv_shape import KVShape
 from penstock.engine.models.fallback.attention import (
     PAGED,
     TRACED,
@@ -25,12 +24,13 @@ from penstock.engine.models.fallback.attention import (
 )
 from penstock.engine.models.fallback.errors import UnsupportedClass, calling
 from penstock.engine.models.fallback.trace import Trace, register
+from penstock.engine.step.model_input import ModelInput
 
 _TRACED_TOKENS = 6
 
 
 class TransformersModel:
-    """See `penstock.engine.models.llama.Model`."""
+    """See `penstock.engine.models.decoder.model.Model`."""
 
     def __init__(self, network: Any, max_model_len: int) -> None:
         """network: transformers' model, with its weights. Raises UnsupportedClass."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.engine.model_info import RoutedExperts
+from penstock.engine.step.model_info import RoutedExperts
 
 # Of transformers' settings: how many experts each token is routed to.
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")

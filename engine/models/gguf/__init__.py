@@ -1,1 +1,1 @@
-"""The weights of a GGUF file as tensors and linear layers; its header is `penstock.engine.gguf`."""
+"""The weights of a GGUF file as tensors and linear layers; `engine/files/gguf` has its header."""

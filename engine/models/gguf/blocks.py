@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.gguf.tensor_types import TensorType
+from penstock.engine.files.gguf.tensor_types import TensorType
 from penstock.engine.models.layers.grouped import (
     BlockParts,
     GroupedLinear,

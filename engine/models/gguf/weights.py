@@ -15,18 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.gguf.file import GgufFile, open_gguf
-from penstock.engine.gguf.header import TensorInfo
-from penstock.engine.gguf.tensor_types import TensorType
+from penstock.engine.files.gguf.file import GgufFile, open_gguf
+from penstock.engine.files.gguf.header import TensorInfo
+from penstock.engine.files.gguf.tensor_types import TensorType
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.gguf import blocks
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.parts.source import Empty
 from penstock.engine.models.quantization.schemes import KeptBytes
-from penstock.engine.models.stage import Stage
-from penstock.engine.models.weights import Empty
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.config import Quantization
 from penstock.engine.kernels.codes.weight import CodedWeight
-from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.kept import AsStored, Kept
 from penstock.engine.models.layers.linear import (
     Linear,
     PlainLinear,
@@ -31,7 +28,6 @@ from penstock.engine.models.quantization.schemes import (
     Integers,
     Scheme,
 )
-from penstock.scheduler.errors import InvalidConfig
 
 # Columns whose codes are in neighbouring bytes, by bits: in registers, 64 bytes of 8 bits take as
 # much as 32 of 4. A product on the matrix units takes 16.
@@ -68,20 +64,6 @@ class CodedLinear:
         weight = torch.empty(shape, dtype=x.dtype, device=x.device)
         self.write_weight(weight)
         return functional.linear(x, weight, self.bias)
-
-
-def kept_on_gpu(model: ModelConfig, device: torch.device) -> Kept:
-    """Of a mixture nothing, because no kernel of experts reads codes."""
-    return OnGpu(device) if model.experts is None else AsStored()
-
-
-def check_experts_on_gpu(model: ModelConfig, quantization: Quantization | None) -> None:
-    """Raises InvalidConfig for a mixture that --quantization is to round."""
-    if model.experts is not None and quantization is not None:
-        raise InvalidConfig(
-            f"--quantization is {quantization}, and a GPU computes the experts of a mixture from "
-            "plain weights alone; leave it out, or use --device cpu"
-        )
 
 
 class OnGpu:

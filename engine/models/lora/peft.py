@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.engine.config import ADAPTER_FILES
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.models.json_file import Fields
+from penstock.engine.files.json_file import Fields
 
 CONFIG = ADAPTER_FILES[0]
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import AdapterTiles
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.kernels.adapters import BAND, LowRanks, add_low_rank
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter, Projection, projections
+from penstock.engine.models.lora.projections import projections
+from penstock.engine.models.parts.adapter import Adapter, Projection
 from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.step.device_step import AdapterTiles
 
 
 class AdapterSlots:

@@ -12,11 +12,11 @@ import torch
 
 from penstock.engine.config import AdapterSource, LoraConfig
 from penstock.engine.errors import AdapterRefused, UnknownAdapter
-from penstock.engine.model_info import LoadedAdapter
-from penstock.engine.model_input import AdapterRun
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.weights import RankPart, adapter_digest, read_adapter
+from penstock.engine.models.parts.adapter import Adapter
+from penstock.engine.step.model_info import LoadedAdapter
+from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.types import Request, RequestId, ScheduledBatch, SlotAssignment
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _Held:
 
 
 class Adapters:
-    """See `penstock.engine.executor.AdapterStore`. One thread calls it; another reads files."""
+    """See `AdapterStore`. One thread calls it; another reads files."""
 
     def __init__(
         self,

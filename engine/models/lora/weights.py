@@ -13,14 +13,15 @@ from torch import Tensor
 
 from penstock.engine.config import ADAPTER_FILES
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.models.check import open_safetensors
+from penstock.engine.files.json_file import check_regular
+from penstock.engine.files.safetensors import open_safetensors
+from penstock.engine.files.tensor_files import PLAIN_DTYPES, is_finite
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.json_file import check_regular
-from penstock.engine.models.lora.adapter import Adapter, Change, Projection, projections
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.lora.peft import CONFIG, PeftConfig
+from penstock.engine.models.lora.projections import projections
+from penstock.engine.models.parts.adapter import Adapter, Change, Projection
 from penstock.engine.models.parts.tensors import Stack
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.tensor_files import PLAIN_DTYPES, is_finite
 
 WEIGHTS = ADAPTER_FILES[1]
 _PICKLED = "adapter_model.bin"

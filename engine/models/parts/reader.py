@@ -1,15 +1,11 @@
 """`PartReader`: reads the tensors that a part declares."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.parts.norm.config import NormKind
+from penstock.engine.models.parts.source import WeightSource
 from penstock.engine.models.parts.tensors import LinearSpec, VectorSpec
-
-if TYPE_CHECKING:  # a source of weights divides them by what the parts declare
-    from penstock.engine.models.weights import WeightSource
 
 
 class PartReader:
@@ -17,7 +13,7 @@ class PartReader:
     make_linear: makes the linear layers whose weights are plain."""
 
     def __init__(
-        self, weights: "WeightSource", make_linear: MakeLinear, norm: NormKind, prefix: str = ""
+        self, weights: WeightSource, make_linear: MakeLinear, norm: NormKind, prefix: str = ""
     ) -> None:
         self.weights = weights
         self.make_linear = make_linear

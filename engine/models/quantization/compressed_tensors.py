@@ -5,7 +5,7 @@ Source of the layouts: the compressors of the package compressed-tensors, 0.20.
 
 from collections.abc import Callable
 
-from penstock.engine.models.json_file import shown
+from penstock.engine.files.json_file import shown
 from penstock.engine.models.quantization.config import LayerGroup, QuantizationConfig
 from penstock.engine.models.quantization.fp8 import block
 from penstock.engine.models.quantization.schemes import Fp4, Fp8, Integers, Scheme

@@ -6,7 +6,7 @@ Source of the layout: `pack` in AutoGPTQ's auto_gptq/nn_modules/qlinear/qlinear_
 
 from typing import Any
 
-from penstock.engine.models.json_file import shown
+from penstock.engine.files.json_file import shown
 from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
 from penstock.engine.models.quantization.schemes import Gptq
 from penstock.engine.models.quantization.settings import Settings

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.engine.files.json_file import Fields, read_object, shown
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.json_file import Fields, read_object, shown
 from penstock.engine.models.quantization.awq import parse_awq
 from penstock.engine.models.quantization.compressed_tensors import parse_compressed_tensors
 from penstock.engine.models.quantization.config import QuantizationConfig

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.json_file import Fields, shown
 
 _ADVICE = (
     "use a version of the model in FP8, AWQ, GPTQ or compressed-tensors, or the float32, float16 "

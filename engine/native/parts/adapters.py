@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena
-from penstock.engine.model_input import AdapterRun
-from penstock.engine.models.lora.adapter import Adapter, Change
+from penstock.engine.models.parts.adapter import Adapter, Change
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.native.packing import BAND
 from penstock.engine.native.structures import structure
+from penstock.engine.step.model_input import AdapterRun
 
 # low_rank.h packs so many of A's rows, and of their columns.
 _ROWS, _COLUMNS = 4, 16

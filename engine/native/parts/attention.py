@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from ctypes import Structure
 
-from penstock.engine.memory.kv_codes import Codes, KVPages
-from penstock.engine.memory.kv_pool import LayerPools
-from penstock.engine.memory.kv_shape import KVHeads
-from penstock.engine.models.llama import LlamaModel
+from penstock.engine.memory.pool.kv_codes import Codes, KVPages
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.memory.pool.kv_shape import KVHeads
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.native.packing import Packer
 from penstock.engine.native.structures import structure

@@ -2,8 +2,8 @@
 
 from ctypes import Structure
 
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.parts.embedding.layer import multiplier
 from penstock.engine.native.packing import Packer, parts
 from penstock.engine.native.structures import structure

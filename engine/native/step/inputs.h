@@ -20,7 +20,7 @@ struct Gather {
     int64_t groups, slots_of_group, tokens;
 };
 
-// As build_model_input in engine/model_input.py.
+// As build_model_input in engine/step/model_input.py.
 inline void gather(const Gather &g) {
     int64_t to = 0;
     for (int64_t i = 0; i < g.sequences; ++i) {

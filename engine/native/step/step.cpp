@@ -5,7 +5,7 @@
 // layers run in one job of a team of threads (team.h), in five phases a layer while tokens are few.
 // Each part of a model has its phases in engine/models/parts/NAME/step.h; this is their order.
 //
-// The arithmetic is that of engine/models/llama.py, which runs where this cannot be compiled, and
+// The arithmetic is that of engine/models/decoder/model.py, which runs where this cannot be compiled, and
 // which this is tested against. Here the residual stream and all sums are float32. What depends on the types
 // of weights, keys and values, and on the formats of codes, is in other sources (weights.h, formats.h): so this
 // one, which takes the compiler longest, is compiled once, whatever models are served.

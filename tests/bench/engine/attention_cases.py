@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.attention.protocol import DeviceAttention
-from penstock.engine.attention.shape import AttentionShape
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
+from penstock.engine.kernels.attention.protocol import DeviceAttention
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.step.device_step import DeviceStep
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.flash_attention_3 import FlashAttention3, interface_in
 from tests.bench.engine.models import model_config

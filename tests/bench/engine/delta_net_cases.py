@@ -8,17 +8,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.engine.device_step import DeviceStep, StateTiles
-from penstock.engine.kernels.delta_net.chunks import TILE_TOKENS, recur_chunks
-from penstock.engine.kernels.delta_net.convolution import convolve
-from penstock.engine.kernels.delta_net.decode import recur_decodes
-from penstock.engine.kernels.delta_net.shape import Gates
 from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS, recur_chunks
+from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
+from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
+from penstock.engine.models.parts.delta_net.kernels.shape import Gates
 from penstock.engine.models.parts.delta_net.layer import (
     RecurrenceWeights,
     Segment,
     torch_recurrence,
 )
+from penstock.engine.step.device_step import DeviceStep, StateTiles
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.timing import num_input_sets, relative_error
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.engine.executor import Executor, PendingTokens
-from penstock.engine.model_info import ModelInfo
+from penstock.engine.step.executor import Executor, PendingTokens
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.types import BlockCopy, SamplingParams, ScheduledBatch, SlotAssignment
 from tests.bench.engine.timing import Mark
 

@@ -13,7 +13,7 @@ from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.executors.followers import Followers
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
 from tests.bench.engine.timing import compute_dtype, the_device

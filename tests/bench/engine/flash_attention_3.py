@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.shape import AttentionShape
-from penstock.engine.device_step import DeviceStep
-from penstock.engine.memory.kv_codes import KVPages
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.memory.pool.kv_codes import KVPages
+from penstock.engine.step.device_step import DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 
 # Partial results may take the memory of this many query tokens (of float32), which 64 rows fill in

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams

@@ -16,7 +16,7 @@ from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.pool_mover import PoolMover, words_of
 from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.loop import EngineLoop
-from penstock.engine.memory.host_tier import HostTier, Move
+from penstock.engine.memory.tiers.host_tier import HostTier, Move
 from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.device_step import DeviceStep
 from penstock.engine.kernels import launch
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
@@ -31,11 +30,12 @@ from penstock.engine.kernels.tables import (
     store_lengths,
     store_sampled,
 )
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
+from penstock.engine.step.device_step import DeviceStep
 from tests.bench.gpu.keys import key
 from tests.support.compile_kernels import BLOCK_SIZE, META, NUM_SMS, Codes, MetaWeights
 

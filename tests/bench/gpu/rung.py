@@ -20,10 +20,10 @@ from torch.nn import functional
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from penstock.engine.executor import PendingTokens
 from penstock.engine.kernels.launch import overlap, overlapped
 from penstock.engine.kernels.linear import skinny_linear
 from penstock.engine.kernels.norm import add_rms_norm
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.types import Request, RequestId, SamplingParams, ScheduledBatch
 from tests.bench.engine.driver import Driver
 from tests.bench.engine.executors import build_executor

@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.config import LoadFormat
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.loading import describe
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools, PoolSize
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.weights import RandomWeights
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams, ScheduledBatch

@@ -17,18 +17,18 @@ from tests.support.paths import DEMO_MODEL
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.backends import make_attention
-from penstock.engine.attention.flash import FlashAttention
-from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.attention.protocol import DeviceAttention
-from penstock.engine.attention.reference import reference_attention
-from penstock.engine.attention.shape import AttentionShape
-from penstock.engine.attention.torch_attention import TorchAttention
 from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
-from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.model_input import ModelInput
+from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.attention.flash import FlashAttention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
+from penstock.engine.kernels.attention.protocol import DeviceAttention
+from penstock.engine.kernels.attention.reference import reference_attention
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.kernels.attention.torch_attention import TorchAttention
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.step.device_step import DeviceStep
+from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.flash_attn_module import SOURCE, FlashAttnModule, parameters
 from tests.support.kernels import DEVICE, error, poisoned, random

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.reference import reference_attention
-from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages, decode, encode
-from penstock.engine.model_input import build_model_input
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.reference import reference_attention
+from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode, encode
+from penstock.engine.step.model_input import build_model_input
 from tests.support.tiny_models import make_batch
 
 NUM_SLOTS, BLOCKS_EACH = 12, 8

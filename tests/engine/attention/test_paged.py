@@ -8,14 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.paged.decode import PagedDecode
-from penstock.engine.attention.paged.prefill import PagedPrefill
-from penstock.engine.attention.reference import reference_attention
-from penstock.engine.attention.shape import AttentionShape
-from penstock.engine.device_step import Rotation
+from penstock.engine.kernels.attention.paged.decode import PagedDecode
+from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
+from penstock.engine.kernels.attention.reference import reference_attention
+from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.rope import rotate_and_store
-from penstock.engine.memory.kv_codes import LIMITS, Codes, KVPages, decode
-from penstock.engine.model_input import ModelInput
+from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode
+from penstock.engine.step.device_step import Rotation
+from penstock.engine.step.model_input import ModelInput
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 SHAPES = [

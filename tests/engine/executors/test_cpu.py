@@ -14,7 +14,7 @@ from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
 from tests.support.compiler import needs_compiler

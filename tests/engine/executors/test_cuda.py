@@ -11,22 +11,22 @@ from tests.support.paths import STORIES
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged.attention import PagedAttention
 from penstock.engine.config import Device, Dtype, EngineConfig
-from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.fused import FusedModel
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler

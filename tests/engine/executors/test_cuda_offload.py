@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import EngineConfig, KVCacheDtype
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.ranks import check_offload
 from penstock.engine.executors.cuda.setup import build_cuda_executor
-from penstock.engine.memory.host_tier import HostTier
+from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.scheduler import Scheduler

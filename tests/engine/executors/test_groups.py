@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penstock.engine.config import AttentionBackend
-from penstock.engine.executor import Executor
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.memory import huge_pages
-from penstock.engine.memory.kept import make_descriptor
-from penstock.engine.memory.kv_pool import KVPools
+from penstock.engine.memory.pool.kept import make_descriptor
+from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler

@@ -14,9 +14,9 @@ import torch
 from llguidance import LLMatcher
 
 from penstock.engine.config import Dtype
-from penstock.engine.dummy_tokenizer import dummy_tokenizer
-from penstock.engine.executor import Executor, PendingTokens
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.files.dummy_tokenizer import dummy_tokenizer
+from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (

@@ -8,7 +8,7 @@ import torch
 
 from penstock.engine.config import Dtype, KVCacheDtype
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.memory.kv_codes import LIMITS
+from penstock.engine.memory.pool.kv_codes import LIMITS
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.compiler import needs_compiler

@@ -10,12 +10,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.executors.cuda.pool_mover import PoolMover, piece_bytes, pin, words_of
-from penstock.engine.memory.host_pieces import HostPieces
-from penstock.engine.memory.host_tier import HostTier, Move
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools
-from penstock.engine.memory.kv_shape import KVShape
-from penstock.scheduler.tier import Loaded, TierBlock
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.memory.pool.kv_shape import KVShape
+from penstock.engine.memory.tiers.host_pieces import HostPieces
+from penstock.engine.memory.tiers.host_tier import HostTier, Move
+from penstock.scheduler.cache.tier import Loaded, TierBlock
 from tests.support.kernels import DEVICE, ON_GPU
 
 # On a GPU enough that a copy takes longer than a launch.

@@ -11,13 +11,13 @@ from penstock.engine.config import Dtype, LoadFormat, Quantization
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.loading import check_quantization
 from penstock.engine.memory.host import Arena
+from penstock.engine.models.at_load.plan import Plan, Scheme
+from penstock.engine.models.at_load.quantize import Rounder
+from penstock.engine.models.at_load.rounding import Kind
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
-from penstock.engine.models.quantization.at_load.quantize import Rounder
-from penstock.engine.models.quantization.at_load.rounding import Kind
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native import compiler
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from tests.engine.executors.test_cpu import generate
 from tests.support.tiny_models import engine_config, make_model, save

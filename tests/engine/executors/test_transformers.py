@@ -18,12 +18,12 @@ from penstock.engine.config import (
     ModelImpl,
     Quantization,
 )
-from penstock.engine.executor import Executor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.transformers import TransformersExecutor
 from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
+from penstock.engine.step.executor import Executor
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.fallback_runs import assert_greedy, greedy_answers, prompts
 from tests.support.other_decoders import architecture_of, make_other

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import InvalidModel
-from penstock.engine.gguf.file import open_gguf, split_names
-from penstock.engine.gguf.header import parse_header
-from penstock.engine.models.gguf.check import check_gguf
+from penstock.engine.files.gguf.file import open_gguf, split_names
+from penstock.engine.files.gguf.header import parse_header
+from penstock.engine.hub.gguf_check import check_gguf
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import make_model

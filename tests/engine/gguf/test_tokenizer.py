@@ -11,10 +11,10 @@ from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from penstock.engine.errors import InvalidModel
-from penstock.engine.gguf.file import open_gguf
-from penstock.engine.gguf.pretokenizers import PRE_TOKENIZERS
-from penstock.engine.gguf.settings import read_settings
-from penstock.engine.gguf.tokenizer import check_tokenizer, read_tokenizer
+from penstock.engine.files.gguf.file import open_gguf
+from penstock.engine.files.gguf.pretokenizers import PRE_TOKENIZERS
+from penstock.engine.files.gguf.settings import read_settings
+from penstock.engine.files.gguf.tokenizer import check_tokenizer, read_tokenizer
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL, ROOT, STORIES
 from tests.support.tiny_models import make_model

@@ -10,8 +10,8 @@ import zmq
 
 from penstock.engine.config import KVEventsConfig
 from penstock.engine.ipc.kv_events import END, KVEventPublisher
+from penstock.scheduler.cache.kv_events import KVEvents, Removed, Stored
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.kv_events import KVEvents, Removed, Stored
 from tests.support.scheduling import Driver, make_request
 from tests.support.serving import RunningServer, free_port
 

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.device_step import AdapterTiles
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.kernels.adapters import BAND, LowRanks, add_low_rank, most_tiles, tile_rows
-from penstock.engine.model_input import AdapterRun
+from penstock.engine.step.device_step import AdapterTiles
+from penstock.engine.step.model_input import AdapterRun
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
 
 SLOTS, COLUMNS = 3, 200

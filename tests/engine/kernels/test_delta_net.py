@@ -10,20 +10,20 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.device_step import DeviceStep
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.state_tiles import DeviceStates, StateTileMemory, tiles_of
-from penstock.engine.kernels.delta_net.chunks import recur_chunks
-from penstock.engine.kernels.delta_net.convolution import convolve
-from penstock.engine.kernels.delta_net.decode import recur_decodes
-from penstock.engine.kernels.delta_net.shape import Gates
-from penstock.engine.memory.state_pool import StatePool
+from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.kernels.chunks import recur_chunks
+from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
+from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
+from penstock.engine.models.parts.delta_net.kernels.shape import Gates
 from penstock.engine.models.parts.delta_net.layer import (
     RecurrenceWeights,
     Segment,
     torch_recurrence,
 )
+from penstock.engine.step.device_step import DeviceStep
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 from tests.support.kernels import DEVICE, DTYPES, error, poisoned, random
 from tests.support.tiny_models import make_batch

@@ -8,14 +8,19 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import Quantization
-from penstock.engine.kernels.experts.routing import FEW_ROWS, MANY_ROWS, route, tiles_of
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.layers.coded import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.activation import Activation
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts
+from penstock.engine.models.parts.experts.kernels.routing import (
+    FEW_ROWS,
+    MANY_ROWS,
+    route,
+    tiles_of,
+)
 from penstock.engine.models.parts.experts.layer import mixed, routes
 from penstock.engine.models.quantization.schemes import Fp8
 from penstock.scheduler.errors import InvalidConfig

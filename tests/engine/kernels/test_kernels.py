@@ -19,7 +19,6 @@ from penstock.engine.kernels.linear import (
     tile_of,
 )
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
-from penstock.engine.kernels.per_layer_inputs import add_table_rows, gate_input
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
     gather_chunks,
@@ -28,9 +27,10 @@ from penstock.engine.kernels.tables import (
     store_sampled,
     update_table,
 )
-from penstock.engine.memory.kv_codes import LIMITS, store
+from penstock.engine.memory.pool.kv_codes import LIMITS, store
 from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.parts.norm.layer import unit_norm
+from penstock.engine.models.parts.per_layer_inputs.kernels import add_table_rows, gate_input
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 EPS = 1e-5

@@ -8,10 +8,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.kernels.codes.scaled import scaled_linear, takes
 from penstock.engine.kernels.codes.weight import CodedWeight
-from penstock.engine.memory.kv_codes import decode, encode
-from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.memory.pool.kv_codes import decode, encode
 from penstock.engine.models.layers.coded import CodedLinear, coded_weight
 from penstock.engine.models.layers.fp8 import Fp8Linear
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.grouped import GroupedLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 

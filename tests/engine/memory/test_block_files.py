@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.memory.block_files import HEADER_BYTES, BlockFiles, Unreadable
-from penstock.engine.memory.kv_layout import KVLayout
-from penstock.engine.memory.kv_pool import KVPools
-from penstock.engine.memory.kv_shape import KVHeads, KVShape
-from penstock.engine.memory.pool_bytes import PoolBytes, StepsInFlight
+from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
+from penstock.engine.memory.tiers.block_files import HEADER_BYTES, BlockFiles, Unreadable
+from penstock.engine.memory.tiers.pool_bytes import PoolBytes, StepsInFlight
+from penstock.scheduler.cache.tier import TierBlock
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.tier import TierBlock
 from tests.scheduler.test_tier import engine
 from tests.support.scheduling import make_request
 from tests.support.tier_files import files_in

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from penstock.engine.memory import huge_pages
-from penstock.engine.memory.journal import ENTRY_BYTES
-from penstock.engine.memory.kept import KeptMemory, identity_of, make_descriptor
+from penstock.engine.memory.pool.journal import ENTRY_BYTES
+from penstock.engine.memory.pool.kept import KeptMemory, identity_of, make_descriptor
+from penstock.scheduler.cache.journal import StoredBlock
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.journal import StoredBlock
 from penstock.scheduler.types import FinishReason, Request
 from tests.support.scheduling import Driver, make_request, tokens_alone
 

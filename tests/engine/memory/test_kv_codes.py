@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.engine.memory.kv_codes import LIMITS, Codes, decode, encode, gather, store
-from penstock.engine.memory.kv_pool import KVPool
-from penstock.engine.memory.kv_shape import KVShape
+from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, decode, encode, gather, store
+from penstock.engine.memory.pool.kv_pool import KVPool
+from penstock.engine.memory.pool.kv_shape import KVShape
 
 CPU = torch.device("cpu")
 SHAPE = KVShape.of(num_layers=2, num_kv_heads=3, head_dim=8)

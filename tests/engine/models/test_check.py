@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.models.check import check_directory
+from penstock.engine.hub.check import check_directory
+from penstock.engine.hub.hub import open_model
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.families import FAMILIES
-from penstock.engine.models.hub import open_model
+from penstock.engine.models.families.families import FAMILIES
 from penstock.engine.models.weights import Checkpoint
 from tests.support.tiny_models import make_model, save
 

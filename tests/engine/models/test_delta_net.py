@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.engine.config import Quantization
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.memory.kv_layout import divide, longest_that_fits
-from penstock.engine.memory.kv_pool import KVPools
+from penstock.engine.memory.pool.kv_layout import divide, longest_that_fits
+from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.delta_net.config import DeltaNet

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.dummy_tokenizer import dummy_tokenizer
+from penstock.engine.files.dummy_tokenizer import dummy_tokenizer
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.tokenizer import PromptEncoder

@@ -253,7 +253,7 @@ def test_experts_are_rounded_at_load_and_their_routers_are_not(
     model = make_model("qwen3_moe", hidden_size=256, moe_intermediate_size=256, head_dim=32)
     path = save(model, tmp_path / "model")
     monkeypatch.setattr(
-        "penstock.engine.models.quantization.at_load.quantize.cache_directory",
+        "penstock.engine.models.at_load.quantize.cache_directory",
         lambda *_: tmp_path / "cache",
     )
     config = engine_config(path, quantization=method)

@@ -9,14 +9,14 @@ import torch
 import transformers
 
 from penstock.engine.config import ModelImpl
+from penstock.engine.hub.implementation import find_implementation
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.check import check_model
 from penstock.engine.models.fallback.errors import UnsupportedClass
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.source import TransformersClass
-from penstock.engine.models.families import FAMILIES
-from penstock.engine.models.implementation import find_implementation
+from penstock.engine.models.families.families import FAMILIES
 from tests.support.other_decoders import (
     OTHER_DECODERS,
     REFUSED_CLASSES,

@@ -10,17 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.attention.gathered import gathered_attention
-from penstock.engine.attention.paged.attention import PagedAttention
-from penstock.engine.device_step import DeviceStep
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.tables import gather_chunks
-from penstock.engine.memory.kv_pool import KVPool
+from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
-from penstock.engine.models.fused import FusedModel
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
-from penstock.engine.models.llama import LlamaModel
 from penstock.engine.models.weights import Checkpoint
+from penstock.engine.step.device_step import DeviceStep
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import (
     BLOCK_SIZE,

@@ -11,8 +11,8 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StoredLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
@@ -80,8 +80,8 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
 def test_a_weight_that_is_larger_than_a_slab_is_dequantized_in_slabs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_BYTES", 0)
-    monkeypatch.setattr("penstock.engine.models.fused_linear._SLAB_ROWS", 25)
+    monkeypatch.setattr("penstock.engine.models.layers.fused_linear._SLAB_BYTES", 0)
+    monkeypatch.setattr("penstock.engine.models.layers.fused_linear._SLAB_ROWS", 25)
     linear = stored(coded(4, 32)(random(OUTPUTS, COLUMNS), None))
     weight, x = weight_of(linear), random(520, COLUMNS)
     assert error(FUSED_LINEARS.of(held(linear)).many(x), x @ weight.T) < TOLERANCE

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.models.progress import DownloadProgress
+from penstock.engine.hub.progress import DownloadProgress
 from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.serving import wait_until
 from tests.support.stub_hub import StubHub, stub_hub
@@ -23,7 +23,7 @@ from tests.support.tiny_models import make_model, save
 _SCRIPT = """
 import logging, sys
 logging.basicConfig(level="INFO", format="%(message)s")
-from penstock.engine.models import hub
+from penstock.engine.hub import hub
 from penstock.scheduler.errors import PenstockError
 try:
     files = hub.open_model(sys.argv[1])

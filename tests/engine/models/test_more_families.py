@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.executors.loading import log_text_only
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.families import FAMILIES as ROWS
+from penstock.engine.models.families.families import FAMILIES as ROWS
 from tests.support.compiler import HAS_COMPILER
 from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (

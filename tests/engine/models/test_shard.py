@@ -13,15 +13,15 @@ from torch import Tensor
 from penstock.engine.config import LoadFormat, Quantization
 from penstock.engine.executors.loading import weight_source
 from penstock.engine.executors.parallel import check_parallel
-from penstock.engine.memory.kv_shape import KVHeads
+from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import read_layer
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import read_layer
-from penstock.engine.models.shard import Shard
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.phases import LoadProgress, Phases
+from penstock.engine.process.phases import LoadProgress, Phases
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.changed_models import changed
 from tests.support.tiny_models import engine_config, make_model, save

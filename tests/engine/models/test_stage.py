@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from penstock.engine.config import Quantization
 from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import read_layer
+from penstock.engine.models.division.stage import Stage, divided, layer_weights, stage_starts
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import read_layer
 from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
 from penstock.engine.models.parts.reader import PartReader
-from penstock.engine.models.quantization.at_load.quantize import quantization_plan
-from penstock.engine.models.stage import Stage, divided, layer_weights, stage_starts
 from penstock.engine.models.weights import Checkpoint
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.quantized_checkpoints import FORMATS, save_quantized

@@ -9,9 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.hub.hub import open_model
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.hub import open_model
 from penstock.engine.models.weights import Checkpoint
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import Harness, make_model, save

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.models.check import check_directory
+from penstock.engine.hub.check import check_directory
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.scheduler.errors import InvalidConfig, PenstockError

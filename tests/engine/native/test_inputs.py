@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.model_input import build_model_input
 from penstock.engine.native.inputs import gather_input
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.sampling.sampler import INVALID_ID, argmax
+from penstock.engine.step.model_input import build_model_input
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_batch, make_model, save
 

@@ -9,8 +9,8 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from penstock.engine.config import Dtype, KVCacheDtype, Quantization
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors import cpu
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executor import PendingTokens
+from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.config import Dtype
-from penstock.engine.model_input import build_model_input
 from penstock.engine.sampling.prompt_reader import PromptReader
+from penstock.engine.step.model_input import build_model_input
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.prompt_logprobs import PackedLogprobs
 from penstock.scheduler.types import (

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 ORIGIN = "https://pages.example"

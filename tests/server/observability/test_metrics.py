@@ -11,11 +11,11 @@ import httpx
 import msgspec
 import pytest
 
-from penstock.engine.executor import PendingTokens
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEngine
-from penstock.engine.model_info import AttentionGroup
+from penstock.engine.step.executor import PendingTokens
+from penstock.engine.step.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler

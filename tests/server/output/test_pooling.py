@@ -9,7 +9,7 @@ import pytest
 
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Pooling
-from penstock.server.cli import main
+from penstock.server.command_line.cli import main
 from penstock.server.config import PoolerConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.pooling import Pooler

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from penstock.engine.memory.kv_shape import KVHeads
+from penstock.engine.memory.pool.kv_shape import KVHeads
+from penstock.engine.models.parts.attention.rope import RopeConfig
 from penstock.engine.models.parts.tensors import (
     Axis,
     LinearSpec,
@@ -13,7 +14,6 @@ from penstock.engine.models.parts.tensors import (
     VectorSpec,
     differences,
 )
-from penstock.engine.models.rope import RopeConfig
 
 
 class HeadNorms(Enum):

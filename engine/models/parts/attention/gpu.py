@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.protocol import DeviceAttention, RotatingAttention
-from penstock.engine.device_step import DeviceStep, Rotation
+from penstock.engine.kernels.attention.protocol import DeviceAttention, RotatingAttention
 from penstock.engine.kernels.gates import apply_gates, without_gates
 from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
-from penstock.engine.memory.kv_codes import KVPages
-from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.memory.pool.kv_codes import KVPages
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.parts.attention.layer import AttentionLayer, normed_whole
 from penstock.engine.models.parts.attention.rotary import Angles
+from penstock.engine.step.device_step import DeviceStep, Rotation
 
 
 class FusedAttention:

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.protocol import Attention as Backend
-from penstock.engine.memory.kv_codes import KVPages, store
-from penstock.engine.model_input import ModelInput
+from penstock.engine.kernels.attention.protocol import Attention as Backend
+from penstock.engine.memory.pool.kv_codes import KVPages, store
 from penstock.engine.models.layers.linear import Linear, tensor_bytes
-from penstock.engine.models.lora.adapter import adapted
+from penstock.engine.models.parts.adapter import adapted
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rotary import Angles, rotate
 from penstock.engine.models.parts.norm.layer import normed, unit_norm
@@ -15,11 +14,12 @@ from penstock.engine.models.parts.reader import PartReader
 from penstock.engine.models.parts.sums import summed
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.ranks.group import Group
+from penstock.engine.step.model_input import ModelInput
 
 
 class AttentionLayer:
     """One layer's weights. qkv is stacked, so that it is one matrix product. sinks: see the
-    protocol of `penstock.engine.attention`. group: of ranks that have other heads."""
+    protocol of `penstock.engine.kernels.attention`. group: of ranks that have other heads."""
 
     def __init__(self, config: Attention, reader: PartReader, group: Group | None) -> None:
         linears, vectors = config.linears, config.vectors

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.layer import Layer
 from penstock.engine.models.parts.attention.config import Attention
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.parts.attention.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,14 @@ class RotaryTables:
     """The angles of each layer that has attention, by its index: (num_positions, head_dim / 2).
     Layers with the same angles share them."""
 
-    def __init__(self, layers: Sequence[Layer], num_positions: int, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[Attention | None], num_positions: int, device: torch.device
+    ) -> None:
+        """layers: None for one without attention."""
         tables: dict[tuple[object, ...], Angles] = {}
         self.layers: dict[int, Angles] = {}
-        for index, layer in enumerate(layers):
-            if (of := layer.attention) is None:
+        for index, of in enumerate(layers):
+            if of is None:
                 continue
             kind = (of.rope, of.head_dim, of.rotary_dim, of.query_scaling, of.scale)
             if kind not in tables:

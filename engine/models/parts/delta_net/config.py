@@ -4,11 +4,11 @@ Imports no tensors."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.engine.memory.state_shape import StateShape
+from penstock.engine.files.json_file import Fields
+from penstock.engine.memory.pool.state_shape import StateShape
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.json_file import Fields
+from penstock.engine.models.parts.attention.windows import FULL
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, VectorSpec
-from penstock.engine.models.windows import FULL
 
 LINEAR = "linear_attention"
 # Far more than any model has.

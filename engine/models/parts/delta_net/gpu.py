@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from penstock.engine.device_step import DeviceStep
-from penstock.engine.kernels.delta_net.chunks import recur_chunks
-from penstock.engine.kernels.delta_net.convolution import convolve
-from penstock.engine.kernels.delta_net.decode import recur_decodes
-from penstock.engine.kernels.delta_net.shape import Gates
-from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.parts.delta_net.kernels.chunks import recur_chunks
+from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
+from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
+from penstock.engine.models.parts.delta_net.kernels.shape import Gates
 from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
+from penstock.engine.step.device_step import DeviceStep
 
 
 class FusedDeltaNet:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.model_input import ModelInput
 from penstock.engine.models.layers.linear import tensor_bytes
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.reader import PartReader
+from penstock.engine.step.model_input import ModelInput
 
 _L2_EPS = 1e-6
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.engine.files.json_file import Fields
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.json_file import Fields
 from penstock.engine.models.parts.activation import SILU, Activation
 from penstock.engine.models.parts.tensors import (
     Axis,

@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul
-from penstock.engine.kernels.experts.products import down, gate_up
-from penstock.engine.kernels.experts.routing import route, tiles_of
 from penstock.engine.kernels.gates import add_gated
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS, product
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.kernels.products import down, gate_up
+from penstock.engine.models.parts.experts.kernels.routing import route, tiles_of
 from penstock.engine.models.parts.experts.layer import SharedExpert
 
 EXPERTS_PATH = "the GPU's step for experts"

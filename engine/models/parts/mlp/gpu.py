@@ -1,6 +1,6 @@
 """The gated MLP on a GPU."""
 
-from penstock.engine.models.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.parts.mlp.layer import MLPLayer
 
 

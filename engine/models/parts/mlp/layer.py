@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from penstock.engine.model_input import ModelInput
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.lora.adapter import adapted
 from penstock.engine.models.parts.activation_layer import gated
+from penstock.engine.models.parts.adapter import adapted
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.reader import PartReader
 from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.step.model_input import ModelInput
 
 
 class MLPLayer:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from penstock.engine.kernels import per_layer_inputs as kernels
-from penstock.engine.models.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.parts.per_layer_inputs import kernels
 from penstock.engine.models.parts.per_layer_inputs.layer import (
     PerLayerInputLayer,
     PerLayerInputsTable,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+from penstock.engine.files.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
 from penstock.engine.models.gguf import blocks
 
 TYPES = pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
+from penstock.engine.hub.gguf_check import check_gguf
+from penstock.engine.hub.hub import open_model
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf.check import check_gguf
-from penstock.engine.models.hub import open_model
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.parts.attention.rope import RopeConfig
 from tests.support.changed_models import changed
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL

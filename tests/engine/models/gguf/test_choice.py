@@ -2,8 +2,8 @@
 
 import pytest
 
+from penstock.engine.hub.gguf_choice import Reference, choose, parse_reference
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf.choice import Reference, choose, parse_reference
 
 NAMES = (
     "README.md",

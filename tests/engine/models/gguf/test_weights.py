@@ -11,18 +11,18 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.config import LoadFormat
 from penstock.engine.executors.loading import Widened, weight_bytes
+from penstock.engine.hub.gguf_check import check_gguf
+from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf.check import check_gguf
 from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.stage import Stage
 from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.weights import read_adapter
+from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.native.model import NativeModel
 from tests.support.adapters import ALL, merged, save_adapter
 from tests.support.compiler import needs_compiler

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.adapter import Adapter
 from penstock.engine.models.lora.weights import adapter_digest, read_adapter
+from penstock.engine.models.parts.adapter import Adapter
 from penstock.scheduler.errors import PenstockError
 from tests.support.adapters import change_settings, save_adapter
 from tests.support.tiny_models import CPU, make_model, save

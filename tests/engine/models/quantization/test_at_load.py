@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from penstock.engine.config import LoadFormat, Quantization
-from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.quantization.at_load.quantize import (
+from penstock.engine.models.at_load.quantize import (
     Quantized,
     quantization_plan,
     quantize,
 )
-from penstock.engine.models.quantization.at_load.rounding import Kind, rounded
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage
-from penstock.engine.phases import LoadProgress, Phases
+from penstock.engine.models.at_load.rounding import Kind, rounded
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.process.phases import LoadProgress, Phases
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import engine_config, make_model, save
 
@@ -170,7 +170,7 @@ def test_a_disk_that_is_too_full_gets_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("penstock.engine.models.quantization.at_load.cache._SPARE_BYTES", 2**60)
+    monkeypatch.setattr("penstock.engine.models.at_load.cache._SPARE_BYTES", 2**60)
     load(directory)
     assert not list(cache.iterdir())
     assert "GiB free" in caplog.text

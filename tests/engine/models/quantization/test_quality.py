@@ -8,14 +8,14 @@ import torch
 
 from penstock.engine.config import Quantization
 from penstock.engine.memory.host import Arena
+from penstock.engine.models.at_load.plan import Plan, Scheme
+from penstock.engine.models.at_load.quality import compare, token_ids_of_text
+from penstock.engine.models.at_load.quantize import Rounder
+from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.quantization.at_load.plan import Plan, Scheme
-from penstock.engine.models.quantization.at_load.quality import compare, token_ids_of_text
-from penstock.engine.models.quantization.at_load.quantize import Rounder
-from penstock.engine.models.quantization.at_load.weights import QuantizedWeights
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.phases import Phases
+from penstock.engine.process.phases import Phases
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import Harness, make_model, save
 

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.attention.gathered import gathered_attention
 from penstock.engine.executors.parallel import check_parallel
+from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage, layer_weights
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear, StoredLinear
-from penstock.engine.models.llama import LlamaModel
-from penstock.engine.models.shard import Shard
-from penstock.engine.models.stage import Stage, layer_weights
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, save_quantized

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.models.layers.grouped import GroupedLinear
-from penstock.engine.models.quantization.at_load.rounding import (
+from penstock.engine.models.at_load.rounding import (
     GROUP_SIZE,
     LEVELS,
     Codes,
@@ -15,6 +14,7 @@ from penstock.engine.models.quantization.at_load.rounding import (
     NotRoundable,
     rounded,
 )
+from penstock.engine.models.layers.grouped import GroupedLinear
 
 KINDS = pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
 

@@ -1,0 +1,221 @@
+"""The header of a GGUF file: its metadata, and what type, shape and place each tensor has.
+
+Whatever the file says is checked against its size before memory is allocated for it, so a file that
+is damaged, or made to do harm, is one InvalidModel. Source: docs/gguf.md of the ggml repository.
+"""
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.errors import InvalidModel
+from penstock.engine.files.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+_MAX_NAME_BYTES = 2**16
+# Ten times as many as any model has; a list of Python takes more memory than the file.
+_MAX_ENTRIES = 2**20
+_MAX_ELEMENTS = 2**24
+_MAX_ALIGNMENT = 2**20
+_DEFAULT_ALIGNMENT = 32
+# Of metadata: struct's letter by type.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS[12] = "d"
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+# What one element takes at least.
+_STRING_BYTES = 8
+
+
+class HeaderIncomplete(InvalidModel):
+    """What there is of the file ends within the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """shape: rows first, as in torch. offset: of its first byte, from the beginning of the file."""
+
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements // self.type.block_size * self.type.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def parse_header(name: str, data: memoryview, file_size: int) -> Header:
+    """data: the file's beginning, or all of it. Raises InvalidModel, and HeaderIncomplete where the
+    header is longer than data.
+
+    name: of the file, in error messages.
+    """
+    if bytes(data[: len(_MAGIC)]) != _MAGIC:
+        raise InvalidModel(
+            f"{name} is not a GGUF file, though its name ends with .gguf; download it again",
+            brief="not a GGUF file",
+        )
+    reader = _Reader(name, data, len(_MAGIC))
+    version = reader.scalar("I")
+    if version not in _VERSIONS:
+        is_swapped = version & 0xFFFF == 0
+        what = "big-endian numbers" if is_swapped else f"version {version} of the format"
+        raise InvalidModel(
+            f"{name} is a GGUF file with {what}, which is not supported; convert the model again "
+            "with a newer llama.cpp, on a little-endian machine",
+            brief=f"GGUF with {what}",
+        )
+    num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
+    metadata = {}
+    for _ in range(num_entries):
+        key = reader.name()
+        metadata[key] = reader.value(reader.scalar("I"))
+    infos = {}
+    for _ in range(num_tensors):
+        tensor = reader.name()
+        if tensor in infos:
+            raise reader.damaged(f"has two tensors {tensor!r}")
+        infos[tensor] = reader.tensor(tensor)
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not (isinstance(alignment, int) and 8 <= alignment <= _MAX_ALIGNMENT) or alignment % 8:
+        raise reader.damaged(f"has the alignment {alignment!r:.20}")
+    start = -(-reader.position // alignment) * alignment
+    tensors = {
+        tensor: TensorInfo(kind, shape, start + offset)
+        for tensor, (kind, shape, offset) in infos.items()
+    }
+    for tensor, info in tensors.items():
+        if (info.offset - start) % alignment:
+            raise reader.damaged(f"has the tensor {tensor!r} at the odd place {info.offset}")
+        if info.offset + info.num_bytes > file_size:
+            raise InvalidModel(
+                f"{name} is not complete: its tensor {tensor!r} ends at byte "
+                f"{info.offset + info.num_bytes:,} of {file_size:,}; download or copy it again",
+                brief="its file is not complete",
+            )
+    return Header(metadata, tensors)
+
+
+class _Reader:
+    def __init__(self, name: str, data: memoryview, position: int) -> None:
+        self.position = position
+        self._name = name
+        self._data = data
+        self._num_elements = 0
+
+    def scalar(self, letter: str) -> Any:
+        return struct.unpack(f"<{letter}", self._take(struct.calcsize(f"<{letter}")))[0]
+
+    def count(self, most: int) -> int:
+        number: int = self.scalar("Q")
+        if number > most:
+            raise self.damaged(f"says that it has {number:,} of what may be {most:,} at most")
+        return number
+
+    def name(self) -> str:
+        try:
+            return bytes(self._take(self.count(_MAX_NAME_BYTES))).decode()
+        except UnicodeDecodeError:
+            raise self.damaged("has a name that is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        if kind == _ARRAY:
+            return self._array()
+        if kind == _STRING:
+            return self._text()
+        number = self.scalar(self._letter(kind))
+        return _shortest(number) if kind == _FLOAT32 else number
+
+    def tensor(self, name: str) -> tuple[TensorType, tuple[int, ...], int]:
+        num_dimensions = self.scalar("I")
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+            raise self.damaged(f"has the tensor {name!r} of {num_dimensions} dimensions")
+        shape = tuple(self.scalar("Q") for _ in range(num_dimensions))[::-1]
+        number, offset = self.scalar("I"), self.scalar("Q")
+        kind = TENSOR_TYPES.get(number)
+        if kind is None:
+            unknown = OTHER_TYPES.get(number, f"of the number {number}")
+            raise InvalidModel(
+                f"{self._name} has its tensor {name!r} in the type {unknown}, which is not "
+                f"supported; supported are {', '.join(each.name for each in TENSOR_TYPES.values())}"
+                ": use another quantization of the model, such as Q4_K_M or Q8_0",
+                brief=f"{unknown} tensors are not supported",
+            )
+        if 0 in shape or shape[-1] % kind.block_size:
+            raise self.damaged(f"has the tensor {name!r} of the impossible shape {shape}")
+        return kind, shape, offset
+
+    def damaged(self, what: str) -> InvalidModel:
+        return InvalidModel(
+            f"{self._name} is damaged: it {what}; download or copy it again",
+            brief="its header is damaged",
+        )
+
+    def _array(self) -> list[Any]:
+        kind = self.scalar("I")
+        number = self.count(_MAX_ELEMENTS)
+        self._num_elements += number
+        if self._num_elements > _MAX_ELEMENTS:
+            raise self.damaged(f"has more than {_MAX_ELEMENTS:,} elements in its metadata")
+        if kind == _STRING:
+            self._check_there(number * _STRING_BYTES)
+            return [self._text() for _ in range(number)]
+        letter = self._letter(kind)
+        content = self._take(number * struct.calcsize(f"<{letter}"))
+        return list(struct.unpack(f"<{number}{letter}", content))
+
+    def _text(self) -> str:
+        # Of tokens that are parts of a character, too, which no file has in practice.
+        return bytes(self._take(self.scalar("Q"))).decode(errors="replace")
+
+    def _letter(self, kind: int) -> str:
+        letter = _SCALARS.get(kind)
+        if letter is None:
+            raise self.damaged(f"has metadata of the unknown type {kind}")
+        return letter
+
+    def _take(self, num_bytes: int) -> memoryview:
+        self._check_there(num_bytes)
+        self.position += num_bytes
+        return self._data[self.position - num_bytes : self.position]
+
+    def _check_there(self, num_bytes: int) -> None:
+        if num_bytes > len(self._data) - self.position:
+            raise HeaderIncomplete(
+                f"{self._name} is damaged or not complete: it ends within its header; download or "
+                "copy it again",
+                brief="its header is not complete",
+            )
+
+
+def _shortest(number: float) -> float:
+    """The decimal with the fewest digits that float32 rounds to this: 1e-05, for what float64 shows
+    as 9.999999747378752e-06."""
+    if not math.isfinite(number):
+        return number
+    return next(shorter for shorter in _rounded(number) if _float32(shorter) == number)
+
+
+def _rounded(number: float) -> Iterator[float]:
+    yield from (float(f"{number:.{digits}g}") for digits in range(6, 10))
+    yield number
+
+
+def _float32(number: float) -> float:
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:  # rounded to more than the largest
+        return math.inf

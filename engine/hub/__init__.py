@@ -1,0 +1,1 @@
+"""Which model is served: hub ids, downloads, directories, the list of models, and their checks."""

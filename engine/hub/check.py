@@ -1,0 +1,129 @@
+"""Whether a model can be served, by its JSON files and the names of the others.
+
+The start refuses by it, for a directory and for a model of the hub, whose weights are not yet
+downloaded; so does the list of models. Of safetensors it reads the headers, where they are there.
+What only the weights themselves show is found later.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from penstock.engine.config import ModelImpl
+from penstock.engine.files.json_file import CONFIG, check_regular
+from penstock.engine.files.safetensors import INDEX, SINGLE, open_safetensors, read_weight_map
+from penstock.engine.hub.gguf_choice import gguf_models
+from penstock.engine.hub.implementation import find_implementation
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.fallback.source import TransformersClass
+from penstock.engine.models.families.unsupported import (
+    not_a_model,
+    without_config,
+    without_weights,
+)
+from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
+
+GENERATION_CONFIG = "generation_config.json"
+# One of them is enough; without tokenizer.json, transformers converts the others.
+_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+# What is read, here or later, by us or by transformers.
+_READ = (
+    *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
+    *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("merges.txt", "chat_template.json", HF_QUANT_CONFIG),
+)
+# Of directories below the one that was named, to see whether one of them was meant.
+_MAX_DEPTH = 2
+_MAX_ENTRIES = 2_000
+
+
+def check_directory(
+    directory: Path, *, needs_weights: bool = True, impl: ModelImpl = ModelImpl.AUTO
+) -> ModelConfig | TransformersClass:
+    """Raises InvalidModel unless it can be served."""
+    names = names_in(directory)
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in _READ):
+            check_regular(directory / name)
+    config = check_model(str(directory), directory, names, needs_weights=needs_weights, impl=impl)
+    if needs_weights:
+        for name in weight_files(str(directory), directory, names):
+            open_safetensors(directory / name, framework="numpy")
+    return config
+
+
+def check_model(
+    model: str,
+    directory: Path,
+    names: Collection[str],
+    *,
+    needs_weights: bool = True,
+    impl: ModelImpl = ModelImpl.AUTO,
+) -> ModelConfig | TransformersClass:
+    """Raises InvalidModel unless it can be served.
+
+    model: its name for the message. names: of all its files; of these, `directory` must have
+    config.json, generation_config.json, hf_quant_config.json and the index of shards.
+    needs_weights: False for made-up weights, which need no tokenizer either.
+    """
+    if CONFIG not in names:
+        raise without_config(model, names)
+    config = find_implementation(directory, impl)
+    if needs_weights:
+        if missing := [file for file in weight_files(model, directory, names) if file not in names]:
+            raise InvalidModel(
+                f"{model} lacks {missing[0]}, which {INDEX} names; download the model again, or "
+                "use --load-format dummy for random weights",
+                brief=f"{len(missing)} of its weight files are missing",
+            )
+        if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZERS):
+            raise InvalidModel(
+                f"{model} has no tokenizer that can be read; copy the tokenizer.json of its base "
+                "model into it",
+                brief="no tokenizer",
+            )
+    return config
+
+
+def holds_gguf(names: Collection[str]) -> bool:
+    """Whether a directory with these files is served from a GGUF file in it: it has no others."""
+    has_others = any(fnmatchcase(name, "*.safetensors") for name in names if "/" not in name)
+    return not has_others and bool(gguf_models(names))
+
+
+def weight_files(model: str, directory: Path, names: Collection[str]) -> list[str]:
+    """The safetensors that are read: the index's shards, or the only file. Raises InvalidModel."""
+    if INDEX in names:
+        return sorted(set(read_weight_map(directory / INDEX).values()))
+    if SINGLE in names:
+        return [SINGLE]
+    raise without_weights(model, names)
+
+
+def names_in(directory: Path) -> list[str]:
+    """Of what is in it, relative to it; of its directories only what may be a model."""
+    if not directory.is_dir():
+        raise not_a_model(str(directory))
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise InvalidModel(f"{directory} cannot be read: {error.strerror or error}") from None
+    names = [path.name for path in paths]
+    if CONFIG in names:
+        return names
+    below = (inner for path in paths[:_MAX_ENTRIES] for inner in _models_below(path, _MAX_DEPTH))
+    return [*names, *(str(path.relative_to(directory)) for path in below)]
+
+
+def _models_below(path: Path, depth: int) -> list[Path]:
+    """Each config.json in and below it; none of a file."""
+    try:
+        if not depth or not path.is_dir():
+            return []
+        if (path / CONFIG).is_file():
+            return [path / CONFIG]
+        entries = sorted(path.iterdir())[:_MAX_ENTRIES]
+    except OSError:  # not ours to read
+        return []
+    return [inner for entry in entries for inner in _models_below(entry, depth - 1)]

@@ -1,0 +1,79 @@
+"""Which GGUF file of several is meant: in a directory, or in a repository of the hub, by what the
+user wrote after its name."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.engine.files.gguf.file import SUFFIX, is_model_name, split_names
+from penstock.engine.models.errors import InvalidModel
+
+_SHOWN = 12
+_REPOSITORY = r"[\w.-]+/[\w.-]+"
+_WITH_FILE = re.compile(rf"({_REPOSITORY})/(.+\.gguf)")
+_WITH_QUANTIZATION = re.compile(rf"({_REPOSITORY}):([\w.-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A repository of the hub, and which of its GGUF files is meant: a path in it, or a
+    quantization, such as Q4_0; None where the user named neither."""
+
+    repository: str
+    wanted: str | None = None
+
+
+def parse_reference(model: str) -> Reference:
+    """`owner/name`, `owner/name:Q4_0` as for llama.cpp and vLLM, or `owner/name/file.gguf`."""
+    for pattern in (_WITH_FILE, _WITH_QUANTIZATION):
+        if match := pattern.fullmatch(model):
+            return Reference(match[1], match[2])
+    return Reference(model)
+
+
+def gguf_models(names: Collection[str]) -> list[str]:
+    """The first or only file of each model among files, by name."""
+    return sorted(name for name in names if is_model_name(name))
+
+
+def choose(model: str, names: Collection[str], wanted: str | None) -> list[str]:
+    """All files of the one that is wanted: several if it is split. Raises InvalidModel.
+
+    model: its name for the message, and how it is named. names: of all files.
+    """
+    models = gguf_models(names)
+    found = _matching(models, wanted)
+    if len(found) != 1:
+        raise _not_one(model, found or models, wanted)
+    folder, slash, name = found[0].rpartition("/")
+    parts = [folder + slash + part for part in split_names(name)]
+    if missing := [part for part in parts if part not in names]:
+        raise InvalidModel(
+            f"{model} lacks {missing[0]}, a part of {found[0]}; download the model again",
+            brief=f"{missing[0]} is missing",
+        )
+    return parts
+
+
+def _matching(models: list[str], wanted: str | None) -> list[str]:
+    if wanted is None:
+        return models
+    if wanted.endswith(SUFFIX):
+        folder, slash, name = wanted.rpartition("/")
+        return [each for each in models if each == folder + slash + split_names(name)[0]]
+    # In the name of the file or of its folder, between these: Q4_K is not Q4_K_M.
+    word = re.compile(rf"(?:^|[-./]){re.escape(wanted)}(?:$|[-./])", re.IGNORECASE)
+    return [each for each in models if word.search(each)]
+
+
+def _not_one(model: str, models: list[str], wanted: str | None) -> InvalidModel:
+    asked = f"no GGUF model {wanted!r}" if wanted else "no GGUF model"
+    if not models:
+        return InvalidModel(f"{model} has {asked}", brief="no GGUF model")
+    shown = ", ".join(models[:_SHOWN]) + ", ..." * (len(models) > _SHOWN)
+    is_several = wanted is None or len(_matching(models, wanted)) > 1
+    what = f"{len(models)} GGUF models" if is_several else asked
+    return InvalidModel(
+        f"{model} has {what}; name one of its files, as in {model}/{models[0]}: {shown}",
+        brief=f"has {len(models)} GGUF models; name one of them",
+    )

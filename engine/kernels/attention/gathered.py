@@ -1,0 +1,84 @@
+"""Attention in plain torch: keys and values are gathered by block table, then SDPA computes it.
+
+Runs on every device. The gather copies the whole context of a decode, whatever the window; the
+kernels of `engine/kernels/attention/paged` and `engine/native/model.py` read blocks in place
+instead.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from penstock.engine.kernels.attention.reference import visible
+from penstock.engine.memory.pool.kv_codes import KVPages, gather
+from penstock.engine.step.model_input import ModelInput
+
+
+def gathered_attention(
+    query: Tensor,
+    keys: KVPages,
+    values: KVPages,
+    step: ModelInput,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`Attention`: decodes in batches of similar length, prefill chunks one by one."""
+    output = torch.empty_like(query)
+    block_size = keys.shape[1]
+    for rows, num_blocks in _buckets(step.context_lens[: step.num_decodes], block_size):
+        tables = step.block_tables[rows, :num_blocks]
+        # The query heads of one KV head become query rows: (rows, kv_heads, group, head_dim).
+        grouped_query = query[rows].view(len(rows), keys.shape[2], -1, query.shape[-1])
+        mask = visible(step.positions[rows], num_blocks * block_size, window)
+        # Past a sequence's end a block holds what others left, and 0 times NaN would be NaN.
+        unseen = ~mask[:, None, :, None]
+        key = gather(keys, tables, query.dtype).masked_fill_(unseen, 0)
+        value = gather(values, tables, query.dtype).masked_fill_(unseen, 0)
+        mask = mask[:, None, None, :]
+        if sinks is not None:
+            key, value, mask = _with_sinks(key, value, mask, sinks.view(1, keys.shape[2], -1, 1))
+        mixed = scaled_dot_product_attention(grouped_query, key, value, mask)
+        output[rows] = mixed.flatten(1, 2)
+    for row in range(step.num_decodes, len(step.context_lens)):
+        first, end = step.query_starts[row], step.query_starts[row + 1]
+        # Blocks behind the first token's window may be another sequence's.
+        start = step.context_lens[row] - (end - first)
+        skipped = 0 if window is None else max(0, start - window + 1) // block_size
+        context_len = step.context_lens[row] - skipped * block_size
+        table = step.block_tables[row : row + 1, skipped : skipped + -(-context_len // block_size)]
+        key = gather(keys, table, query.dtype)[:, :, :context_len]
+        value = gather(values, table, query.dtype)[:, :, :context_len]
+        mask = visible(step.positions[first:end] - skipped * block_size, context_len, window)
+        if sinks is not None:
+            key, value, mask = _with_sinks(key, value, mask[None, None], sinks.view(1, -1, 1, 1))
+        mixed = scaled_dot_product_attention(
+            query[None, first:end].transpose(1, 2), key, value, mask, enable_gqa=True
+        )
+        output[first:end] = mixed[0].transpose(0, 1)
+    return output
+
+
+def _with_sinks(
+    key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with one more of zeros, and the mask as what is added to scores: to those of
+    that key, the sinks. key, value: (B, kv_heads, keys, head_dim). mask: (B or 1, 1, queries or 1,
+    keys). sinks: (1, kv_heads or heads, group or 1, 1)."""
+    zeros = key.new_zeros(*key.shape[:2], 1, key.shape[3])
+    shape = (mask[..., :1] + sinks).shape[:-1]
+    scores = torch.zeros_like(mask, dtype=key.dtype).masked_fill_(~mask, -torch.inf)
+    scores = torch.cat((scores.expand(*shape, -1), sinks.to(key.dtype).expand(*shape, 1)), dim=-1)
+    return torch.cat((key, zeros), dim=2), torch.cat((value, zeros), dim=2), scores
+
+
+def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], int]]:
+    """Groups rows by block count between powers of two, so padding at most doubles the work."""
+    buckets = defaultdict(list)
+    for row, context_len in enumerate(context_lens):
+        buckets[((context_len - 1) // block_size).bit_length()].append(row)
+    return [
+        (rows, -(-max(context_lens[row] for row in rows) // block_size))
+        for rows in buckets.values()
+    ]

@@ -1,0 +1,113 @@
+"""`PagedAttention`: decodes first, then chunks."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.attention.paged.decode import DECODES_PER_SM, PagedDecode
+from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.memory.pool.kv_codes import KVPages
+from penstock.engine.step.device_step import DeviceStep, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of the layers whose heads are alike. windows: those that they have."""
+
+    windows: Collection[int | None]
+    decode: PagedDecode
+    prefill: PagedPrefill
+
+
+class PagedAttention:
+    """`DeviceAttention` by the kernels of this package: decodes first, then chunks.
+
+    Layers whose heads differ have work lists of their own, as the size of a piece depends on the
+    heads.
+    """
+
+    is_capturable = True
+    takes_decode_lens = True
+
+    def __init__(
+        self,
+        windows: Mapping[AttentionShape, Collection[int | None]],
+        max_rows: int,
+        max_tokens: int,
+        num_sms: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        decodes_per_sm: int = DECODES_PER_SM,
+    ) -> None:
+        """windows: all that the model's layers have, by the shape of these. max_rows, max_tokens:
+        of one step. dtype: of queries; keys and values have it too, or are codes."""
+        self._kinds = {
+            (shape.num_kv_heads, shape.head_dim): _Kind(
+                of_shape,
+                PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
+                PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
+            )
+            for shape, of_shape in windows.items()
+        }
+
+    def plan(self, step: DeviceStep) -> None:
+        if step.group:
+            return  # lengths are those of the first group, and tables are read by each layer
+        for kind in self._kinds.values():
+            if step.num_decodes:
+                slots = step.slots[: step.num_decodes]
+                for window in kind.windows:
+                    kind.decode.plan(step.lens_of_decodes, slots, window)
+            if step.chunk_starts is not None:
+                kind.prefill.plan(step.chunk_starts)
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: KVPages,
+        values: KVPages,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
+        slots, lens, kind = step.slots, step.context_lens, self._kind(keys)
+        if num:
+            kind.decode(query[:num], keys, values, tables, window, out[:num], sinks=sinks)
+        if step.chunk_starts is not None:
+            kind.prefill(
+                query[first:],
+                keys,
+                values,
+                tables,
+                slots[first:],
+                step.chunk_starts,
+                lens[first:],
+                window,
+                out[first:],
+                sinks,
+            )
+
+    def rotated(
+        self,
+        projected: Tensor,
+        rotation: Rotation,
+        keys: KVPages,
+        values: KVPages,
+        step: DeviceStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """See `RotatingAttention`."""
+        tables, kv_slots = step.block_tables, step.kv_slots
+        decode = self._kind(keys).decode
+        decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
+
+    def _kind(self, keys: KVPages) -> _Kind:
+        return self._kinds[keys.shape[2], keys.shape[3]]

@@ -1,0 +1,317 @@
+"""Decode: lists the pieces of rows, computes them, and combines them; rotates first if asked to."""
+
+import triton
+import triton.language as tl
+
+from penstock.engine.kernels.attention.paged.tiles import attend, sink_scores
+from penstock.engine.kernels.kv_codes import encode, inverse_scale, scale_of, scale_offsets
+from penstock.engine.kernels.launch import wait_for_kernels_before
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "window", "num_pieces", "at_once"],
+    do_not_specialize_on_alignment=["context_lens", "row_slots"],
+)
+def _plan_decode(
+    context_lens,
+    row_slots,
+    items,
+    first_item,
+    num_rows,
+    window,
+    num_pieces,
+    at_once,
+    LONG: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: pieces of equal length for all rows, about at_once in total, or about num_pieces
+    where they would be longer than LONG."""
+    wait_for_kernels_before(PDL)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    end = tl.load(context_lens + row, mask=is_row, other=0)
+    slot = tl.load(row_slots + row, mask=is_row, other=0)
+    begin = tl.where(window > 0, tl.maximum(end - window, 0) // TILE * TILE, 0)
+    length = end - begin
+    total = tl.sum(length)
+    piece = tl.maximum(tl.cdiv(tl.cdiv(total, num_pieces), TILE) * TILE, TILE)
+    piece = tl.maximum(piece, tl.minimum(tl.cdiv(tl.cdiv(total, at_once), TILE) * TILE, LONG))
+    count = tl.cdiv(length, piece)
+    # The pieces of one row have equal lengths; those of rows with different lengths may differ.
+    step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    count = tl.cdiv(length, tl.maximum(step, 1))
+    first = tl.cumsum(count) - count
+    tl.store(first_item + row, first, mask=is_row)
+    tl.store(first_item + num_rows, tl.sum(count))
+    for index in range(0, tl.max(count)):
+        has = is_row & (index < count)
+        item = items + (first + index) * 8
+        start = begin + index * step
+        tl.store(item, row, mask=has)
+        tl.store(item + 1, start, mask=has)
+        tl.store(item + 2, tl.minimum(start + step, end), mask=has)
+        tl.store(item + 3, count, mask=has)
+        tl.store(item + 4, first, mask=has)
+        tl.store(item + 5, slot, mask=has)
+        tl.store(item + 6, end, mask=has)
+
+
+@triton.jit
+def _rotated(
+    row,
+    first,
+    norm,
+    cos,
+    sin,
+    factor,
+    eps,
+    mask,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
+    computes them where both multiply and add alike.
+
+    first: (heads,) the offset of each head in the row. cos, sin: those of its position. factor:
+    what the heads are multiplied by, or None.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TURNED: tl.constexpr = ROTARY_DIM // 2
+    dim = tl.arange(0, DIMS)[None, :]
+    # The other of the pair that is rotated together, and the pair.
+    other = (dim + HALF) % HEAD_DIM
+    pair = dim % HALF
+    if ROTARY_DIM < HEAD_DIM:
+        other = tl.where(dim < ROTARY_DIM, (dim + TURNED) % ROTARY_DIM, dim)
+        pair = tl.where(dim < ROTARY_DIM, dim % TURNED, TURNED)  # that and all after it: no angle
+    x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
+    kind = x.dtype
+    x = x.to(tl.float32)
+    partner = tl.load(row + (first[:, None] + other), mask=mask, other=0.0).to(tl.float32)
+    is_dim = dim < HEAD_DIM
+    if HAS_NORM:
+        left = tl.where(dim < HALF, x, 0.0)
+        square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
+        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+        weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
+        of_partner = tl.load(norm + other, mask=is_dim, other=0.0).to(tl.float32)
+        between = norm.dtype.element_ty
+        x = ((x * scale).to(between).to(tl.float32) * weight).to(kind).to(tl.float32)
+        partner = (partner * scale).to(between).to(tl.float32)
+        partner = (partner * of_partner).to(kind).to(tl.float32)
+    c = tl.load(cos + pair, mask=is_dim, other=0.0)
+    s = tl.load(sin + pair, mask=is_dim, other=0.0)
+    turned = x * c + partner * tl.where(dim < TURNED, -s, s)
+    if factor is not None:
+        turned *= factor
+    rotated = turned.to(kind)
+    if kind == tl.float16:
+        # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
+        rotated += rotated - rotated
+    return rotated
+
+
+@triton.jit
+def _unit(x, eps, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+    """Heads, (heads, DIMS), normed without a weight: to the bit as `_rotate_and_store` does."""
+    wide = x.to(tl.float32)
+    left = tl.where(tl.arange(0, DIMS)[None, :] < HEAD_DIM // 2, wide, 0.0)
+    square = tl.sum(left * left, 1) + tl.sum((wide - left) * (wide - left), 1)
+    return (wide * tl.rsqrt(square / HEAD_DIM + eps)[:, None]).to(x.dtype)
+
+
+@triton.jit
+def _coded(x, kind: tl.constexpr):
+    """Codes of heads, (heads, DIMS), and their scales: as `_rotate_and_store` makes them."""
+    x = x.to(tl.float32)
+    peak = tl.max(tl.abs(x), 1)
+    codes = encode(x, inverse_scale(peak, kind)[:, None], kind)
+    return codes, scale_of(peak, tl.sum(x * 0.0, 1), kind)
+
+
+@triton.jit
+def _combine(
+    partial,
+    lse,
+    first,
+    count,
+    kv_head,
+    target,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Writes a row's query heads of one KV head from its pieces. target: of the row."""
+    dim = tl.arange(0, DIMS)
+    member = tl.arange(0, GROUP_SIZE)
+    head = kv_head * GROUP + member
+    acc = tl.zeros((GROUP_SIZE, DIMS), tl.float32)
+    peak = tl.full((GROUP_SIZE,), -1.0e30, tl.float32)
+    total = tl.zeros((GROUP_SIZE,), tl.float32)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    for start in range(0, count, COMBINED):
+        piece = start + tl.arange(0, COMBINED)
+        is_piece = piece < count
+        at = (first + piece).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
+        mask = is_piece[:, None] & (member < GROUP)[None, :]
+        # Other programs have just written them: they are in L2, not in this multiprocessor's L1.
+        size = tl.load(lse + at, mask=mask, other=-1.0e30, cache_modifier=".cg")
+        source = partial + at[:, :, None] * HEAD_DIM + dim[None, None, :]
+        mixed = tl.load(
+            source, mask=is_piece[:, None, None] & is_there[None, :, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(size, 0))
+        kept = tl.exp2(peak - new_peak)
+        weight = tl.exp2(size - new_peak[None, :])
+        acc = acc * kept[:, None] + tl.sum(mixed * weight[:, :, None], 0)
+        total = total * kept + tl.sum(weight, 0)
+        peak = new_peak
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
+def _decode(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    block_tables,
+    items,
+    first_item,
+    out,
+    partial,
+    lse,
+    arrived,
+    kv_slots,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    query_factors,
+    sinks,
+    eps,
+    angles_stride,
+    num_rows,
+    table_stride,
+    window,
+    scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Pieces of rows, for all query heads of one KV head each, one after the other."""
+    wait_for_kernels_before(PDL)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERY_HEADS: tl.constexpr = NUM_HEADS + KV_PARTS * NUM_KV_HEADS if ROTATES else NUM_HEADS
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, DIMS)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    num_work = tl.load(first_item + num_rows) * NUM_KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        row = tl.load(items + item * 8).to(tl.int64)
+        begin = tl.load(items + item * 8 + 1)
+        end = tl.load(items + item * 8 + 2)
+        count = tl.load(items + item * 8 + 3)
+        first = tl.load(items + item * 8 + 4)
+        slot = tl.load(items + item * 8 + 5).to(tl.int64)
+        context_len = tl.load(items + item * 8 + 6)
+        table = block_tables + slot * table_stride
+        head = kv_head * GROUP + member
+        offset = head[:, None] * HEAD_DIM + dim[None, :]
+        source = query + row * QUERY_HEADS * HEAD_DIM
+        if ROTATES:
+            position = (context_len - 1).to(tl.int64)
+            angle = position * angles_stride
+            factor = None
+            if query_factors is not None:
+                factor = tl.load(query_factors + position)
+            q = _rotated(
+                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, factor, eps,
+                is_there, HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
+            )  # fmt: skip
+            if KV_PARTS > 0:
+                # The row's last piece has the token whose key and value are not in the pool yet.
+                is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
+                new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+                key = _rotated(
+                    source, new, key_norm, cos + angle, sin + angle, None, eps, is_new,
+                    HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
+                )  # fmt: skip
+                of_value = source + (new + (KV_PARTS - 1) * NUM_KV_HEADS * HEAD_DIM)[:, None]
+                value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
+                if NORMS_VALUES:
+                    value = _unit(value, eps, HEAD_DIM, DIMS)
+                kv_slot = tl.load(kv_slots + row)
+                if key_scales is not None:
+                    # One scale: `new` is one head.
+                    at = scale_offsets(kv_slot + new * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+                    is_last = new < tl.where(end == context_len, new + 1, 0)
+                    key, of_key = _coded(key, keys.dtype.element_ty)
+                    value, of_value = _coded(value, values.dtype.element_ty)
+                    tl.store(key_scales + at, of_key, mask=is_last)
+                    tl.store(value_scales + at, of_value, mask=is_last)
+                place = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+                tl.store(keys + place, key, mask=is_new)
+                tl.store(values + place, value, mask=is_new)
+                # All threads of this program see them; no other program reads them in this
+                # launch.
+                tl.debug_barrier()
+        else:
+            q = tl.load(source + offset, mask=is_there, other=0.0)
+        query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
+
+        acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
+        peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        total = tl.zeros((GROUP_ROWS,), tl.float32)
+        if sinks is not None:
+            # A score more, of the row's first piece alone.
+            sink = sink_scores(sinks, head, member < GROUP)
+            peak = tl.where(item == first, sink, peak)
+            total = tl.where(item == first, 1.0, total)
+        for start in range(begin, end, TILE):
+            acc, peak, total = attend(
+                q, query_position, table, keys, values, key_scales, value_scales, start, end,
+                window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+        mixed = acc / total[:, None]
+        target = out + row * NUM_HEADS * HEAD_DIM
+        if count == 1:
+            tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+        else:
+            wide = item.to(tl.int64) * NUM_HEADS
+            tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
+            tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
+            # Before the one thread that counts, all of them have stored.
+            tl.debug_barrier()
+            counter = arrived + row * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                _combine(
+                    partial, lse, first, count, kv_head, target,
+                    NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
+                )  # fmt: skip
+                tl.store(counter, 0)

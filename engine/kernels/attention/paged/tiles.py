@@ -1,0 +1,129 @@
+"""What decode and prefill share: lists of work, and a tile of keys in a running softmax."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.kernels.kv_codes import decode, unit_of
+from penstock.engine.kernels.sizes import next_power_of_2
+
+# Only test models have such small heads: in the interpreter, many small tiles are slow.
+SMALL_HEAD = 16
+# Fields of a work item of a decode: row, begin, end, how many pieces its row has, the first of
+# them, the row's slot and context. Of a prefill: row, begin, end. In a sector of the cache each.
+ITEM = 8
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """The pieces that a step's attention consists of, on the device.
+
+    items: (max_items, 8) int32, see `ITEM`. first_item: (max_rows + 1,) int32, where each row's
+    items begin; the last entry is their number.
+    """
+
+    items: Tensor
+    first_item: Tensor
+
+
+def shape_constants(shape: AttentionShape) -> dict[str, int]:
+    return {
+        "NUM_HEADS": shape.num_heads,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEAD_DIM": shape.head_dim,
+        "DIMS": _padded(shape.head_dim),
+        "BLOCK_SIZE": shape.block_size,
+    }
+
+
+def _padded(head_dim: int) -> int:
+    """Matrix units need powers of two, at least 16."""
+    return max(16, next_power_of_2(head_dim))
+
+
+@triton.jit
+def _blocks(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The pool's blocks that have the tokens at these TILE successive positions; a scalar if it is
+    one."""
+    if BLOCK_SIZE % TILE == 0:
+        first = tl.min(position)
+        blocks = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
+    else:
+        blocks = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    return blocks
+
+
+@triton.jit
+def sink_scores(sinks, head, mask):
+    """Of some heads, as `attend` scales scores: in powers of two."""
+    return tl.load(sinks + head, mask=mask, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
+def attend(
+    q,
+    query_position,
+    table,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    start,
+    end,
+    window,
+    scale,
+    kv_head,
+    acc,
+    peak,
+    total,
+    IS_MASKED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two."""
+    dim = tl.arange(0, DIMS)
+    position = start + tl.arange(0, TILE)
+    is_key = position < end
+    blocks = _blocks(table, position, is_key, BLOCK_SIZE, TILE)
+    rows = blocks * BLOCK_SIZE + position % BLOCK_SIZE
+    offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+    # Values past the end have weight 0, but 0 times NaN is NaN: they are not read.
+    is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
+    k = tl.load(keys + offset, mask=is_there, other=0.0)
+    if key_scales is not None:
+        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        of_key = tl.load(key_scales + place, mask=is_key, other=0.0)
+        of_key = of_key * (unit_of(k.dtype) * scale)
+        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee") * of_key[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if IS_MASKED:
+        seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
+        if window > 0:
+            seen = seen & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    v = tl.load(values + offset, mask=is_there, other=0.0)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    kept = tl.exp2(peak - new_peak)
+    total = total * kept + tl.sum(weights, 1)
+    if value_scales is not None:
+        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+        of_value = tl.load(value_scales + place, mask=is_key, other=0.0) * unit_of(v.dtype)
+        codes = decode(v, q.dtype)
+        if (v.dtype == tl.int8) & (q.dtype == tl.float16):
+            # Weights times scales would be below what float16 holds in full precision.
+            codes = codes * 0.015625
+            of_value = of_value * 64.0
+        weights = (weights * of_value[None, :]).to(q.dtype)
+        acc = acc * kept[:, None] + tl.dot(weights, codes, input_precision="ieee")
+    else:
+        acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return acc, new_peak, total

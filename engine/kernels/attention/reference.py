@@ -1,0 +1,45 @@
+"""Slow, simple attention: the reference that the backends are tested against."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.step.model_input import ModelInput
+
+
+def reference_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    step: ModelInput,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`Attention` in float32, one sequence at a time, with the full matrix of scores."""
+    output = torch.empty_like(query)
+    block_size, num_kv_heads, head_dim = keys.shape[1:]
+    group = query.shape[1] // num_kv_heads
+    for row, context_len in enumerate(step.context_lens):
+        first, end = step.query_starts[row], step.query_starts[row + 1]
+        table = step.block_tables[row, : -(-context_len // block_size)]
+        key, value = (
+            pool[table].view(-1, num_kv_heads, head_dim)[:context_len].float()
+            for pool in (keys, values)
+        )
+        grouped = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
+        scores = torch.einsum("qkgd,skd->kgqs", grouped, key) * head_dim**-0.5
+        scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
+        if sinks is not None:
+            of_heads = sinks.view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, of_heads), dim=-1)
+        weights = scores.softmax(-1)[..., :context_len]
+        mixed = torch.einsum("kgqs,skd->qkgd", weights, value)
+        output[first:end] = mixed.flatten(1, 2).to(query.dtype)
+    return output
+
+
+def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool."""
+    keys = torch.arange(num_keys, device=positions.device)
+    queries = positions.unsqueeze(-1)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)

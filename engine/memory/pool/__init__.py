@@ -1,0 +1,1 @@
+"""The pool of keys and values, and of recurrent states."""

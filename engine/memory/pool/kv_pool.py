@@ -1,0 +1,365 @@
+"""Sizes and owns the memory of keys and values. Knows blocks, not sequences."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.machine import available_memory_bytes
+from penstock.engine.memory.pool.journal import Journal
+from penstock.engine.memory.pool.kept import KeptMemory, KeptPool
+from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages
+from penstock.engine.memory.pool.kv_layout import (
+    GroupPool,
+    KVLayout,
+    bytes_needed,
+    divide,
+    longest_that_fits,
+)
+from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
+from penstock.engine.memory.pool.state_pool import StatePool
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import InvalidConfig
+
+logger = logging.getLogger(__name__)
+
+_Shape = tuple[tuple[int, ...], torch.dtype]
+
+_SPARE = 256
+
+# The default share of the free memory: a CPU machine rarely runs only this server.
+_DEFAULT_FRACTION = 0.25
+
+
+class LayerPools(Protocol):
+    """Where the layers of a model have their keys and values."""
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        """The keys and the values of one layer."""
+        ...
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Of one layer with a recurrence; see `StatePool`."""
+        ...
+
+    def group_of(self, index: int) -> int:
+        """Which of a step's block tables are a layer's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The layers of a pool whose heads are alike. Tensors as of `KVPool.pairs`."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def layer(self, number: int) -> tuple[KVPages, KVPages]:
+        keys, values = self.keys[number], self.values[number]
+        if self.key_scales is None or self.value_scales is None:
+            return keys, values
+        return Codes(keys, self.key_scales[number]), Codes(values, self.value_scales[number])
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.key_scales is None or self.value_scales is None:
+            yield self.keys, self.values
+        else:
+            yield self.keys.view(torch.int8), self.values.view(torch.int8)
+            yield self.key_scales, self.value_scales
+
+
+class KVPool:
+    """Of layers that share block tables. Keys and values apart, for all layers whose heads are
+    alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each.
+
+    In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
+    block_size) float32, see `penstock.engine.memory.pool.kv_codes`.
+    """
+
+    def __init__(
+        self,
+        kv: KVShape,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: KeptPool | None = None,
+    ) -> None:
+        """kept: where it is, for a pool in the host's memory; what is in there stays."""
+        shapes = _shapes(kv, num_blocks, block_size, dtype)
+        self.journal = kept.journal if kept else None
+        """Of its blocks, where it outlives this process."""
+        self._pages = kept.pages if kept else None
+        if kept is None:
+            tensors = [_zeros(*each, device) for each in shapes]
+        else:
+            tensors = [
+                _from(memory, each) for memory, each in zip(kept.tensors, shapes, strict=True)
+            ]
+        alike = _alike(kv)
+        size = len(tensors) // len(alike) if alike else 1  # a stage may have no layers of a group
+        self._parts = [
+            _Part(*tensors[first : first + size]) for first in range(0, len(tensors), size)
+        ]
+        # Of each layer that has keys and values of its own: its part, and its number in that.
+        places = {
+            layer: (part, number)
+            for part, layers in zip(self._parts, alike.values(), strict=True)
+            for number, layer in enumerate(layers)
+        }
+        self._places = [places[kv.source_of(layer)] for layer in range(kv.num_layers)]
+
+    def reach(self, block_ids: Iterable[int]) -> None:
+        """To be called before these blocks are used for the first time."""
+        if self._pages is not None:
+            self._pages.reach(max(block_ids, default=0))
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        """The keys and the values that one layer reads."""
+        part, number = self._places[index]
+        return part.layer(number)
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """See `LayerPools`."""
+        raise AssertionError(f"layer {index} has keys and values, and no state")
+
+    def group_of(self, index: int) -> int:
+        """See `LayerPools`."""
+        return 0
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """All that belongs to a block, of keys and of values: (num_layers, num_blocks, ...) each,
+        in types that can be copied everywhere."""
+        return [pair for part in self._parts for pair in part.pairs()]
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """(source, target): each target block gets its source's content, in every layer."""
+        sources, targets = ([pair[i] for pair in copies] for i in (0, 1))
+        for pair in self.pairs():
+            for tensor in pair:
+                tensor[:, targets] = tensor[:, sources]
+
+
+class KVPools:
+    """The pools of all groups of a model's layers. See `LayerPools`."""
+
+    def __init__(
+        self,
+        kv: KVShape,
+        layout: KVLayout,
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: KeptMemory | None = None,
+    ) -> None:
+        """kv: of the whole model. num_blocks: of each group, where there are recurrent states their
+        number last. kept: see `KVPool`; not with recurrent states."""
+        self.block_size = block_size
+        layers = [layout.layers_of(group, kv) for group in range(len(num_blocks))]
+        states = None
+        if layout.state is not None:
+            assert kept is None, "recurrent states do not outlive the process"
+            states = StatePool(layout.state, num_blocks[-1], device)
+            num_blocks = num_blocks[:-1]
+        shapes = [
+            KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
+        ]
+        maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
+        if kept is not None:
+            maps = kept.map(
+                [
+                    (num, _block_bytes(_shapes(shape, num, block_size, dtype)))
+                    for shape, num in zip(shapes, num_blocks, strict=True)
+                ]
+            )
+        self.groups = [
+            KVPool(shape, num, block_size, dtype, device, each)
+            for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
+        ]
+        self._states = states
+        # In the order in which the scheduler has them.
+        self.all_groups: list[KVPool | StatePool] = [*self.groups]
+        if states is not None:
+            self.all_groups.append(states)
+        # Of each layer of the model: its group, and whose keys and values, or state, among its
+        # layers.
+        self._places = [
+            (group, layers[group].index(kv.source_of(layer)))
+            for layer, group in enumerate(layout.group_of)
+        ]
+
+    @property
+    def journals(self) -> tuple[Journal, ...]:
+        """Of the blocks of each group, where they outlive this process; else none."""
+        return tuple(pool.journal for pool in self.groups if pool.journal is not None)
+
+    def layer(self, index: int) -> tuple[KVPages, KVPages]:
+        group, number = self._places[index]
+        return self.groups[group].layer(number)
+
+    def states(self, index: int) -> tuple[Tensor, Tensor]:
+        assert self._states is not None
+        return self._states.layer(self._places[index][1])
+
+    @property
+    def recurrent(self) -> StatePool | None:
+        """None where no layer has a recurrence."""
+        return self._states
+
+    def group_of(self, index: int) -> int:
+        return self._places[index][0]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """num_blocks: of the first group's pool; more_blocks: of those of the others."""
+
+    num_blocks: int
+    max_model_len: int
+    more_blocks: tuple[int, ...] = ()
+
+    @property
+    def of_groups(self) -> tuple[int, ...]:
+        return (self.num_blocks, *self.more_blocks)
+
+    def num_bytes(self, pools: Sequence[GroupPool]) -> int:
+        sizes = zip(self.of_groups, pools, strict=True)
+        return sum(num * pool.block_bytes for num, pool in sizes)
+
+
+def size_cpu_pool(
+    engine: EngineConfig,
+    pools: Sequence[GroupPool],
+    *,
+    weight_bytes: int,
+    max_model_len: int,
+    kept: KeptMemory | None = None,
+    num_ranks: int = 1,
+) -> PoolSize:
+    """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
+    leave free. Never more than max_num_seqs sequences of the full length can fill.
+
+    max_model_len: the model's own limit. kept: pools that are there already keep their sizes, as
+    their memory is no longer free. num_ranks: how many processes do the same on this machine, each
+    with such weights.
+    """
+    max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
+    sizes = kept.num_blocks if kept else None
+    if sizes is not None and len(sizes) == len(pools):
+        in_all = zip(sizes, pools, strict=True)
+        budget = sum(num * pool.block_bytes for num, pool in in_all)
+        if all(num >= pool.most_blocks(max_len) for num, pool in zip(sizes, pools, strict=True)):
+            return PoolSize(sizes[0], max_len, sizes[1:])
+    else:
+        free = max(0, available_memory_bytes() // num_ranks - weight_bytes)
+        budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
+    return size_pool(
+        pools,
+        engine.scheduler,
+        budget=budget,
+        max_blocks=engine.scheduler.max_num_seqs * -(-max_len // pools[0].block_size),
+        max_len=max_len,
+        may_shorten=engine.max_model_len is None,
+        advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",
+    )
+
+
+def resolve_max_model_len(requested: int | None, limit: int) -> int:
+    """limit: the model's own, which is the default. Raises InvalidConfig for a larger request."""
+    if requested is not None and requested > limit:
+        raise InvalidConfig(
+            f"--max-model-len is {requested}, but this model's config.json allows at most "
+            f"{limit} positions; lower it"
+        )
+    return requested or limit
+
+
+def size_pool(
+    pools: Sequence[GroupPool],
+    scheduler: SchedulerConfig,
+    *,
+    budget: int,
+    max_blocks: int,
+    max_len: int,
+    may_shorten: bool,
+    advice: Callable[[int], str],
+) -> PoolSize:
+    """The number of blocks and the longest sequence. Raises InvalidConfig if max_len does not fit.
+
+    budget: bytes for keys and values. max_blocks: of one pool. may_shorten: reduce max_len to what
+    fits instead of raising. advice: what to change if this many bytes are needed.
+    """
+    budget = max(0, min(budget, max_blocks * sum(pool.block_bytes for pool in pools)))
+    longest = longest_that_fits(pools, budget, max_len)
+    if longest < max_len and not (may_shorten and longest):
+        needed = bytes_needed(pools, max_len)
+        raise InvalidConfig(
+            f"the KV pool of {budget} bytes holds {longest} tokens, fewer than one "
+            f"sequence of --max-model-len={max_len}; {advice(needed)}"
+            + (f" or --max-model-len to at most {longest}" if longest else "")
+        )
+    if longest < max_len:
+        logger.warning(
+            "the model's context of %d tokens does not fit the KV pool; --max-model-len is now %d",
+            max_len,
+            longest,
+        )
+    num_blocks = divide(
+        pools,
+        budget,
+        max_model_len=longest,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_step_tokens=scheduler.max_num_batched_tokens,
+    )
+    first, *more = (min(num, max_blocks) for num in num_blocks)
+    return PoolSize(first, longest, tuple(more))
+
+
+def _alike(kv: KVShape) -> dict[KVHeads, list[int]]:
+    """The layers that have keys and values of their own, by their heads."""
+    found: dict[KVHeads, list[int]] = defaultdict(list)
+    for layer in kv.own_layers:
+        found[kv.heads[layer]].append(layer)
+    return found
+
+
+def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
+    """Of a pool's tensors, for each kind of heads: keys, values, and where they are codes the
+    scales of both."""
+    shapes: list[_Shape] = []
+    for heads, layers in _alike(kv).items():
+        shapes += [((len(layers), num_blocks, block_size, *heads), dtype)] * 2
+        if dtype in LIMITS:
+            of_scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
+            shapes += [(of_scales, torch.float32)] * 2
+    return shapes
+
+
+def _block_bytes(shapes: list[_Shape]) -> list[tuple[int, int]]:
+    """Of each tensor, its layers and the bytes of a block in one."""
+    return [(shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros would allocate the whole pool at once. Vectors are read that begin in the pool and
+    # end behind it.
+    count = torch.Size(shape).numel()
+    return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)
+
+
+def _from(memory: memoryview, of: _Shape) -> Tensor:
+    shape, dtype = of
+    # Not all types can be made of a buffer.
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

@@ -1,0 +1,1 @@
+"""Blocks outside of the pool: in the host's memory, and on disk."""

@@ -1,0 +1,102 @@
+"""`HostPieces`: memory of the host in slots, each for one block of a device's pool as one piece.
+
+It may be pinned, so that a device copies to and from it by itself. Pinning takes a second for some
+GiB, so the memory grows in slices, while the server already runs.
+"""
+
+from collections.abc import Callable, Sequence
+from struct import Struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.memory.host import zeros_on_touch
+
+_SLICE_BYTES = 2**28
+_CHECKSUM = Struct("<q")
+
+
+class HostPieces:
+    """See `BlockMemory`, whose blocks are slots here, and whose
+    bytes are a piece and then its checksum."""
+
+    def __init__(
+        self,
+        piece_bytes: Sequence[int],
+        num_slots: int,
+        pin: Callable[[Tensor], None] | None = None,
+        slice_bytes: int = _SLICE_BYTES,
+    ) -> None:
+        """piece_bytes: of each group of layers, which have num_slots slots each. pin: pins the
+        memory of a slice; raises RuntimeError where that is refused."""
+        self._piece_bytes = piece_bytes
+        self.num_slots = num_slots
+        self.num_grown = 0
+        """Slots of each group that are there."""
+        self._pin = pin
+        # A copy to or from a device must lie within what was pinned at once.
+        self._slice_slots = max(1, slice_bytes // sum(piece_bytes))
+        self._slices: list[list[Tensor]] = [[] for _ in piece_bytes]
+        self._checksums = [[0] * num_slots for _ in piece_bytes]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._piece_bytes)
+
+    def piece_bytes(self, group: int) -> int:
+        return self._piece_bytes[group]
+
+    def grow(self) -> range:
+        """Of each group, the slots that are there from now on; none where all are. Raises
+        RuntimeError where the memory cannot be pinned."""
+        count = min(self._slice_slots, self.num_slots - self.num_grown)
+        if not count:
+            return range(0)
+        for slices, num_bytes in zip(self._slices, self._piece_bytes, strict=True):
+            memory = zeros_on_touch((count, num_bytes), torch.uint8)
+            if self._pin is not None:
+                self._pin(memory)
+            slices.append(memory)
+        first, self.num_grown = self.num_grown, self.num_grown + count
+        return range(first, self.num_grown)
+
+    def runs(self, group: int, slots: Sequence[int]) -> list[Tensor]:
+        """Their memory in this order, (n, piece_bytes) uint8 where n are next to each other."""
+        found, start = [], 0
+        for end in range(1, len(slots) + 1):
+            is_next = end < len(slots) and slots[end] == slots[end - 1] + 1
+            if is_next and slots[end] % self._slice_slots:
+                continue
+            index, row = divmod(slots[start], self._slice_slots)
+            found.append(self._slices[group][index][row : row + end - start])
+            start = end
+        return found
+
+    def checksum(self, group: int, slot: int) -> int:
+        return self._checksums[group][slot]
+
+    def set_checksum(self, group: int, slot: int, checksum: int) -> None:
+        self._checksums[group][slot] = checksum
+
+    def num_bytes(self, group: int) -> int:
+        return self._piece_bytes[group] + _CHECKSUM.size
+
+    def read(self, group: int, block_id: int) -> memoryview:
+        content = np.empty(self.num_bytes(group), np.uint8)
+        content[: -_CHECKSUM.size] = self._piece(group, block_id).numpy()
+        found = content.data
+        _CHECKSUM.pack_into(found, self._piece_bytes[group], self._checksums[group][block_id])
+        return found
+
+    def reach(self, group: int, block_id: int) -> None:
+        """All of a slice is there."""
+
+    def write(self, group: int, block_id: int, content: memoryview) -> None:
+        found = np.frombuffer(content, np.uint8)
+        self._piece(group, block_id).numpy()[...] = found[: -_CHECKSUM.size]
+        (checksum,) = _CHECKSUM.unpack_from(content, self._piece_bytes[group])
+        self._checksums[group][block_id] = checksum
+
+    def _piece(self, group: int, slot: int) -> Tensor:
+        return self.runs(group, (slot,))[0][0]

@@ -1,0 +1,384 @@
+"""`FusedModel`: the layers of `LlamaModel` on a GPU, with few kernel launches.
+
+A layer is computed in one of two ways. With few tokens (`skinny_linear`): five launches, each
+matrix product fused with what surrounds it, since at batch 1 launches cost as much as reading the
+weights. With more tokens: cuBLAS for the products, and one kernel for everything between two of
+them; so too, but without cuBLAS, are few tokens computed in families that have more between two
+products than Llama, and in steps in which tokens have LoRA adapters. In both ways, a step of
+decodes alone leaves the rotation to an attention that does it itself.
+
+Where several ranks have a part of every layer, their sums come after the embedding, attention and
+the MLP, and rank 0 gathers the columns of the logits. Of several stages, all but the first go on
+with the states that they have received.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.activation import silu_mul, softcap
+from penstock.engine.kernels.attention.protocol import DeviceAttention
+from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.gathered import joined
+from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
+from penstock.engine.models.layers.fused_linear import (
+    FUSED_LINEARS,
+    FUSED_PATH,
+    FusedLinear,
+    product,
+)
+from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.attention.gpu import FusedAttention
+from penstock.engine.models.parts.attention.rotary import Angles
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.gpu import FusedDeltaNet
+from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
+from penstock.engine.models.parts.embedding.layer import multiplier
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.gpu import FusedExperts, FusedSharedExpert
+from penstock.engine.models.parts.experts.layer import BesideMLP
+from penstock.engine.models.parts.layer import Layer
+from penstock.engine.models.parts.mlp.config import MLP
+from penstock.engine.models.parts.mlp.gpu import FusedMLP
+from penstock.engine.models.parts.norm.config import Norms, Scalar
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
+from penstock.engine.models.parts.per_layer_inputs.gpu import (
+    FusedPerLayerInput,
+    FusedPerLayerInputs,
+)
+from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.ranks.device_pipeline import DevicePipeline
+from penstock.engine.step.device_step import AdapterTiles, DeviceStep
+
+# The parts that it computes.
+_PARTS = {Attention, DeltaNet, MLP, Experts, Norms, PerLayerInput, Scalar}
+
+
+def check_parts(config: ModelConfig) -> None:
+    """Raises UnsupportedFeature."""
+    config.check_parts(
+        FUSED_PATH, lambda part: () if type(part) in _PARTS else (type(part).__name__,)
+    )
+
+
+def _fuses(layer: Layer) -> bool:
+    """Whether nothing comes between the products that a step of few tokens fuses."""
+    others = (layer.experts, layer.per_layer_input, layer.scalar)
+    is_plain = layer.attention is None or not layer.attention.norms_whole
+    has_norms = layer.norms.pre and not layer.norms.post
+    is_silu = layer.mlp is not None and not layer.mlp.activation.is_gelu
+    return is_plain and has_norms and is_silu and not any(others)
+
+
+class _FusedLayer:
+    """One layer's parts."""
+
+    def __init__(self, layer: DecoderLayer, angles: Angles | None) -> None:
+        """angles: None where it has no attention. Raises UnsupportedWeightFormat."""
+        self.weights = layer
+        self.mixer: FusedAttention | FusedDeltaNet
+        if isinstance(layer.mixer, DeltaNetLayer):
+            self.mixer = FusedDeltaNet(layer.mixer)
+        else:
+            assert angles is not None, layer.config
+            self.mixer = FusedAttention(layer.mixer, angles)
+        self.mlp = None if layer.mlp is None else FusedMLP(layer.mlp)
+        self.experts: FusedExperts | None = None
+        self.shared: FusedSharedExpert | None = None
+        self.beside: BesideMLP | None = None
+        if (of := layer.experts) is not None:
+            self.beside = of.beside
+            factors = None if of.beside is None else of.beside.factors
+            self.experts = FusedExperts(of.config, of.router, of.gate_up, of.down, factors)
+            self.shared = None if of.shared is None else FusedSharedExpert(of.shared)
+        own = layer.per_layer_input
+        self.per_layer_input = None if own is None else FusedPerLayerInput(own)
+
+
+class _Mixed(NamedTuple):
+    """What attention gives, (T, num_heads, head_dim), by the head_dim; and what a recurrence, (T,
+    values); None where no layer has one."""
+
+    attended: dict[int, Tensor]
+    recurred: Tensor | None
+
+
+class FusedModel:
+    """Owns no weights: it computes with those of a `LlamaModel`."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        pool: LayerPools,
+        attention: DeviceAttention,
+        max_rows: int,
+        adapters: AdapterSlots | None = None,
+        pipeline: DevicePipeline | None = None,
+    ) -> None:
+        """max_rows: the most that sample in one step. adapters: None where no token has one.
+        pipeline: where the model has some of the layers.
+
+        Raises UnsupportedFeature or UnsupportedWeightFormat.
+        """
+        check_parts(model.config)
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._adapters = adapters
+        self._pipeline = pipeline
+        angles = model.rotary.layers
+        self._layers = [
+            _FusedLayer(layer, angles.get(index)) for index, layer in enumerate(model.layers)
+        ]
+        # Those before the last one with attention here: after them come recurrent states, and what
+        # other stages have alone.
+        groups = [pool.group_of(index) for index in angles]
+        self._num_attention_groups = 1 + max(groups, default=-1)
+        self._lm_head = FUSED_LINEARS.of(model.lm_head)
+        inputs = model.per_layer_inputs
+        self._inputs = (
+            None if inputs is None else FusedPerLayerInputs(inputs, model.config.norm.eps)
+        )
+        self._fuses = all(map(_fuses, set(model.config.layers)))
+        self._multiplier = multiplier(model.config.embedding, model.embedding.dtype)
+        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes. A
+        # stage before the last has none.
+        vocab_size, embedding = self._lm_head.out_features, model.embedding
+        self._logits = embedding.new_empty(max_rows, vocab_size)
+        self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
+        self._of_all: dict[torch.dtype, Tensor] = {}
+        if vocab_size and model.shard is not None and model.shard.rank == 0:
+            whole = model.shard.model.vocab_size
+            for part in (self._few_logits, self._logits):
+                self._of_all[part.dtype] = part.new_empty(len(part), whole)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph may hold a step."""
+        return self._attention.is_capturable
+
+    @property
+    def takes_decode_lens(self) -> bool:
+        """Whether it computes a step with `DeviceStep.decode_lens`."""
+        return self._attention.takes_decode_lens
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have a recurrence, which reads `DeviceStep.state_tiles`."""
+        return any(self._model.config.recurrent)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        return 0 if self._adapters is None else self._adapters.num_slots
+
+    def __call__(self, step: DeviceStep) -> Tensor:
+        """The last layer's states before the final norm, (T, hidden), of a stage's layers its
+        last one's. Writes keys and values. Of a stage after the first, the states of the stage
+        before have arrived, and are gone afterwards."""
+        model, config = self._model, self._model.config
+        num_tokens = len(step.token_ids)
+        steps = step.of_groups
+        for each in steps[: self._num_attention_groups]:
+            self._attention.plan(each)
+        if (pipeline := self._pipeline) is None or pipeline.before is None:
+            residual = model.embedding.new_empty(num_tokens, config.hidden_size)
+            mixed = self._mixed(step, residual)
+            first_id = None if model.shard is None else model.shard.first_id
+            embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
+            self._summed(residual)
+        else:
+            residual = pipeline.arrived(num_tokens)
+            mixed = self._mixed(step, residual)
+        if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
+            self._fused(steps, residual, mixed)
+        else:
+            inputs = None if self._inputs is None else self._inputs(step.token_ids, residual)
+            self._one_by_one(steps, residual, mixed, inputs)
+        return residual
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of some rows of what a call returned: (S, vocab_size), float32 or the model's type.
+
+        Valid until the next call. Of several ranks, the first has them; the others get their own
+        columns, which are of no use.
+        """
+        model, eps, num_rows = self._model, self._model.config.norm.eps, len(states)
+        if num_rows <= MAX_ROWS:
+            out = self._few_logits[:num_rows]
+            self._lm_head.few(states, out, norm=model.norm, eps=eps)
+        else:
+            out = self._lm_head.many(self.normed(states), self._logits[:num_rows])
+        out = self._scaled(out)
+        if (group := self._model.group) is None:
+            return out
+        parts = group.gather(out)
+        return out if parts is None else joined(parts, self._of_all[out.dtype][:num_rows])
+
+    def logits_of_normed(self, states: Tensor) -> Tensor:
+        """Of states after the final norm: (S, vocab_size) float32; zeros but on the first rank."""
+        out = self._scaled(self._lm_head.many(states).float())
+        if (group := self._model.group) is None or self._model.shard is None:
+            return out
+        logits = out.new_zeros(len(out), self._model.shard.model.vocab_size)
+        parts = group.gather(out)
+        return logits if parts is None else joined(parts, logits)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        if (group := self._model.group) is not None:
+            group.all_reduce(tensor)
+        return tensor
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        head = self._model.config.head
+        if head.multiplier != 1:
+            logits = logits.mul_(head.multiplier)
+        if head.softcap is not None:
+            softcap(logits, head.softcap)
+        return logits
+
+    def normed(self, states: Tensor) -> Tensor:
+        """After the final norm."""
+        normed = torch.empty_like(states)
+        rms_norm(states, self._model.norm, self._model.config.norm.eps, normed)
+        return normed
+
+    def _mixed(self, step: DeviceStep, residual: Tensor) -> _Mixed:
+        """What every layer's attention or recurrence writes to.
+
+        Tokens that only pad a graph belong to no row, so nothing is written for them, and they stay
+        zeros. One buffer for all layers: zeroed in each, it would be an operation between two
+        kernels that may overlap.
+        """
+        config, num_tokens = self._model.config, len(residual)
+        make = residual.new_empty if step.decode_lens is None else residual.new_zeros
+        head_dims = {attention.head_dim for attention in config.attentions}
+        nets = [layer.delta_net for layer in config.layers if layer.delta_net is not None]
+        return _Mixed(
+            {size: make((num_tokens, config.num_heads, size)) for size in sorted(head_dims)},
+            make((num_tokens, nets[0].num_values)) if nets else None,
+        )
+
+    def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
+        eps = self._model.config.norm.eps
+        # The sum over all ranks must have what was there before once.
+        group = self._model.group
+        before = residual if group is None or group.rank == 0 else None
+        for index, layer in enumerate(self._layers):
+            mixer, norm = layer.mixer, layer.weights.input_norm
+            projected = residual.new_empty(len(residual), mixer.qkv.out_features)
+            mixer.qkv.few(residual, projected, norm=norm, eps=eps)
+            gates = None
+            if isinstance(mixer, FusedDeltaNet):
+                gates = residual.new_empty(len(residual), mixer.gates.out_features)
+                mixer.gates.few(residual, gates, norm=norm, eps=eps)
+            flat = self._mix(index, mixer, projected, gates, steps, mixed)
+            mixer.output.few(flat, residual, residual=before)
+            self._summed(residual)
+            assert layer.mlp is not None, index
+            active = residual.new_empty(len(residual), layer.mlp.size)
+            layer.mlp.gate_up.few_gated(residual, active, norm=layer.weights.mlp_norm, eps=eps)
+            layer.mlp.down.few(active, residual, residual=before)
+            self._summed(residual)
+
+    def _one_by_one(
+        self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed, inputs: Tensor | None
+    ) -> None:
+        """inputs: as `FusedPerLayerInputs` gives them."""
+        layers, eps, tiles = self._layers, self._model.config.norm.eps, steps[0].adapters
+        first = layers[0].weights.input_norm
+        # What the products read: without norms before them, the residual stream.
+        normed = residual if first is None else torch.empty_like(residual)
+        if first is not None:
+            rms_norm(residual, first, eps, normed)
+        for index, layer in enumerate(layers):
+            weights, mixer = layer.weights, layer.mixer
+            projected = self._adapted(index, Stack.QKV, mixer.qkv, normed, tiles)
+            gates = product(mixer.gates, normed) if isinstance(mixer, FusedDeltaNet) else None
+            flat = self._mix(index, mixer, projected, gates, steps, mixed)
+            change = self._adapted(index, Stack.OUTPUT, mixer.output, flat, tiles)
+            self._summed(change)
+            post = weights.attended_norm
+            add_rms_norm(change, residual, weights.mlp_norm, eps, normed, post=post)
+            change = self._through_mlp(index, layer, residual, normed, tiles)
+            post = weights.active_norm
+            if inputs is not None and layer.per_layer_input is not None:
+                add_rms_norm(change, residual, None, eps, normed, post=post)
+                change = layer.per_layer_input(index, residual, inputs)
+                post = layer.per_layer_input.norm
+            is_last = index + 1 == len(layers)
+            following = None if is_last else layers[index + 1].weights.input_norm
+            if following is None and post is None and weights.scalar is None:
+                residual += change
+            else:
+                add_rms_norm(
+                    change, residual, following, eps, normed, post=post, scalar=weights.scalar
+                )
+
+    def _through_mlp(
+        self,
+        index: int,
+        layer: _FusedLayer,
+        residual: Tensor,
+        normed: Tensor,
+        tiles: AdapterTiles | None,
+    ) -> Tensor:
+        """What the MLP, the experts, or both make of a layer's states, on all ranks together.
+        normed: after their norm."""
+        mlp, experts, beside = layer.mlp, layer.experts, layer.beside
+        if mlp is None:
+            assert experts is not None, index
+            change = experts(normed)
+            if layer.shared is not None:
+                layer.shared.add(normed, change)
+            return self._summed(change)
+        both = self._adapted(index, Stack.GATE_UP, mlp.gate_up, normed, tiles)
+        active = both.new_empty(len(both), both.shape[1] // 2)
+        silu_mul(both, active, is_gelu=mlp.is_gelu)
+        change = self._adapted(index, Stack.DOWN, mlp.down, active, tiles)
+        if beside is None or experts is None:
+            return self._summed(change)
+        eps = self._model.config.norm.eps
+        routed, x = torch.empty_like(residual), torch.empty_like(residual)
+        rms_norm(residual, beside.router_norm, eps, routed)
+        rms_norm(residual, beside.input_norm, eps, x)
+        given = experts(x, routed)
+        if self._model.group is not None:  # one sum for both
+            change, given = self._summed(torch.stack((change, given)))
+        rms_norm(change, beside.mlp_norm, eps, change)
+        add_rms_norm(given, change, None, eps, x, post=beside.output_norm)
+        return change
+
+    def _adapted(
+        self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None
+    ) -> Tensor:
+        """Of a linear layer, with what the adapters of the tokens add. index: of its layer."""
+        out = product(linear, x)
+        if tiles is not None:
+            assert self._adapters is not None
+            self._adapters.add(index, stack, x, out, tiles)
+        return out
+
+    def _mix(
+        self,
+        index: int,
+        mixer: FusedAttention | FusedDeltaNet,
+        projected: Tensor,
+        gates: Tensor | None,
+        steps: list[DeviceStep],
+        mixed: _Mixed,
+    ) -> Tensor:
+        """What the output product reads, in a buffer of `mixed`. steps: the step, as each group of
+        layers sees it. gates: of a delta net."""
+        step = steps[self._pool.group_of(index)]
+        if isinstance(mixer, FusedAttention):
+            out = mixed.attended[mixer.head_dim]
+            return mixer(projected, self._attention, self._pool.layer(index), step, out)
+        assert mixed.recurred is not None and gates is not None, index
+        mixer(projected, gates, step, *self._pool.states(index), mixed.recurred)
+        return mixed.recurred

@@ -1,0 +1,283 @@
+"""A decoder in torch: layers of parts, as `ModelConfig` lists them.
+
+All tokens of a step are one (T, hidden_size) tensor, whichever sequences they belong to; only
+attention distinguishes them. The output layer gets only the rows that sample, and those of prompts
+whose logprobs were requested.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kernels.attention.protocol import Attention
+from penstock.engine.memory.pool.kv_pool import LayerPools
+from penstock.engine.models.config import LAYER, ModelConfig
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage, num_passed
+from penstock.engine.models.layers.linear import Linear, MakeLinear, PlainLinear, tensor_bytes
+from penstock.engine.models.parts.attention.layer import AttentionLayer
+from penstock.engine.models.parts.attention.rotary import RotaryTables
+from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.delta_net.layer import (
+    DeltaNetLayer,
+    Recurrence,
+    Segments,
+    segments_of,
+    torch_recurrence,
+)
+from penstock.engine.models.parts.embedding.layer import embed
+from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.models.parts.head.layer import scaled_logits
+from penstock.engine.models.parts.layer import Layer
+from penstock.engine.models.parts.mlp.layer import MLPLayer
+from penstock.engine.models.parts.norm.layer import normed, rms_norm
+from penstock.engine.models.parts.per_layer_inputs.layer import (
+    PerLayerInputLayer,
+    PerLayerInputsTable,
+)
+from penstock.engine.models.parts.reader import PartReader
+from penstock.engine.models.parts.source import WeightSource
+from penstock.engine.models.parts.sums import summed
+from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.pipeline import Pipeline
+from penstock.engine.step.model_input import ModelInput
+
+
+class Model(Protocol):
+    """What an executor needs of a model. A step is run once, by one of the first two."""
+
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
+        """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
+        ...
+
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
+        """The last layer's states after the final norm, of some of the T tokens: (R, hidden_size).
+
+        rows: (R,) int64, which tokens, in any order. Writes keys and values.
+        """
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits of such states: (R, hidden_size) to (R, vocab_size) float32."""
+        ...
+
+
+class DecoderLayer:
+    """One layer's parts, with their weights.
+
+    Norms are None where the family has none. input_norm and mlp_norm are of what mixer and MLP
+    read; attended_norm and active_norm of what they give, before it is added. group: of ranks whose
+    outputs of the mixer and of the MLP add up to the layer's. scalar: multiplies what the layer
+    gives, (1,), or None.
+    """
+
+    def __init__(self, config: Layer, reader: PartReader, group: Group | None = None) -> None:
+        self.config = config
+        self.eps = reader.eps
+        self.group = group
+        norms = {name: reader.norm(spec) for name, spec in config.norms.vectors.items()}
+        self.input_norm, self.mlp_norm = norms.get("input"), norms.get("mlp")
+        self.attended_norm, self.active_norm = norms.get("attended"), norms.get("active")
+        self.mixer: AttentionLayer | DeltaNetLayer
+        if isinstance(config.mixer, DeltaNet):
+            self.mixer = DeltaNetLayer(config.mixer, reader)
+        else:
+            self.mixer = AttentionLayer(config.mixer, reader, group)
+        mlp, experts, own = config.mlp, config.experts, config.per_layer_input
+        self.mlp = None if mlp is None else MLPLayer(mlp, reader)
+        self.experts = None if experts is None else ExpertsLayer(experts, reader, group)
+        self.per_layer_input = None if own is None else PerLayerInputLayer(own, reader)
+        scalar = config.scalar
+        self.scalar = None if scalar is None else reader.vector(scalar.vectors["scalar"])
+
+    @property
+    def attention(self) -> AttentionLayer:
+        """Of a layer that has attention."""
+        assert isinstance(self.mixer, AttentionLayer), self.config
+        return self.mixer
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the experts that a router chooses from."""
+        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm)
+        parts = (self.mixer, self.mlp, self.experts, self.per_layer_input)
+        of_parts = sum(part.num_bytes for part in parts if part is not None)
+        return of_parts + tensor_bytes(*norms, self.scalar)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The bytes of the experts that a router chooses from."""
+        return 0 if self.experts is None else self.experts.expert_bytes
+
+    def normed(self, residual: Tensor) -> Tensor:
+        """What the mixer reads: (T, hidden_size)."""
+        return normed(residual, self.input_norm, self.eps)
+
+    def go_on(
+        self, index: int, residual: Tensor, mixed: Tensor, step: ModelInput, inputs: Tensor | None
+    ) -> Tensor:
+        """What the layer makes of the states before it, (T, hidden_size).
+
+        index: which layer of the model it is. mixed: what the mixer gives, on this rank. inputs:
+        its own of each token, (T, size), where the model has any.
+        """
+        mixed = summed(self.group, mixed)
+        residual = residual + normed(mixed, self.attended_norm, self.eps)
+        x = normed(residual, self.mlp_norm, self.eps)
+        if self.mlp is None:
+            assert self.experts is not None, "a layer has an MLP or experts"
+            change = summed(self.group, self.experts(x))
+        else:
+            change = self.mlp(x, index, step)
+            if self.experts is None:
+                change = summed(self.group, change)
+            else:
+                change = self.experts.with_mlp(residual, change)
+        residual = residual + normed(change, self.active_norm, self.eps)
+        if self.per_layer_input is not None:
+            assert inputs is not None, "the model makes the layers' inputs"
+            residual = residual + self.per_layer_input(residual, inputs)
+        return residual if self.scalar is None else residual * self.scalar
+
+
+def read_layer(
+    config: ModelConfig,
+    weights: WeightSource,
+    make_linear: MakeLinear,
+    index: int,
+    group: Group | None = None,
+) -> DecoderLayer:
+    reader = PartReader(weights, make_linear, config.norm, f"{LAYER}{index}.")
+    return DecoderLayer(config.layers[index], reader, group)
+
+
+class LlamaModel:
+    """See `Model`.
+
+    Of a stage before the last, the states and the logits have no rows: the next stage computes on.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        make_linear: MakeLinear,
+        attention: Attention,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        num_load_threads: int = 1,
+        shard: Shard | None = None,
+        group: Group | None = None,
+        recurrence: Recurrence = torch_recurrence,
+        maps_tables: bool = True,
+        stage: Stage | None = None,
+        pipeline: Pipeline | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """config: of the shard, where this rank has one, and of its stage. group: of the ranks with
+        the others. stage, pipeline: both where there are several; all but the first stage have no
+        embedding, and all but the last no output layer, or one without rows. dtype: of the states
+        where there are several stages, and else that of the embedding. maps_tables: as of
+        `PerLayerInputs`."""
+        self.config = config
+        self.shard, self.group, self.pipeline = shard, group, pipeline
+        self.first_layer = 0 if stage is None else stage.layers.start
+        is_first = stage is None or stage.is_first
+        is_last = stage is None or stage.is_last
+        self._attention = attention
+        self._recurrence = recurrence
+        reader = PartReader(weights, make_linear, config.norm)
+        self.embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+        with ThreadPoolExecutor(num_load_threads) as pool:
+            if is_first or (is_last and config.head.is_tied):
+                [table] = config.embedding.linears.values()
+                self.embedding = weights.read(table.shape, f"{table.names[0]}.weight")
+            layers = pool.map(
+                lambda index: read_layer(config, weights, make_linear, index, group),
+                range(config.num_layers),
+            )
+            self.layers = list(layers)
+        self.norm = torch.empty(0, dtype=dtype, device=device)
+        if is_last:
+            self.norm = reader.final_norm(config.head.vectors["norm"])
+        self.per_layer_inputs: PerLayerInputsTable | None = None
+        if (inputs := config.per_layer_inputs) is not None:
+            self.per_layer_inputs = PerLayerInputsTable(inputs, reader, maps_table=maps_tables)
+        self.lm_head = self._output_layer(reader, is_last=is_last)
+        layer_bytes = sum(layer.num_bytes for layer in self.layers)
+        # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
+        self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
+        if self.per_layer_inputs is not None:
+            self.step_weight_bytes += self.per_layer_inputs.num_bytes
+        self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
+        self.rotary = RotaryTables(
+            [layer.attention for layer in config.layers], max_model_len, device
+        )
+
+    def _output_layer(self, reader: PartReader, *, is_last: bool) -> Linear:
+        """One that is packed and tied to the embedding is in memory twice: the gather of input rows
+        needs the plain matrix."""
+        if not is_last:
+            return PlainLinear(self.embedding[:0], None)
+        output = self.config.head.linears["output"]
+        if not self.config.head.is_tied:
+            return reader.linear(output)
+        quantized = reader.weights.quantized(output.shape, None, *output.names)
+        return quantized or reader.make_linear(self.embedding, None)
+
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
+        return self.logits(self.states(step, pool, step.sample_rows))
+
+    def logits(self, states: Tensor) -> Tensor:
+        return scaled_logits(self.config.head, self.lm_head(states))
+
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
+        residual, embedded = self._begin(step)
+        inputs: Sequence[Tensor | None] = [None] * len(self.layers)
+        if self.per_layer_inputs is not None:
+            inputs = self.per_layer_inputs(step.token_ids, embedded)
+        angles, steps = self.rotary.at(step.positions), step.of_groups
+        segments: Segments = segments_of(steps[-1]) if any(self.config.recurrent) else ()
+        for index, layer in enumerate(self.layers):
+            if self.group:
+                self.group.doing.phase = f"layer {self.first_layer + index}"
+            x, mixer = layer.normed(residual), layer.mixer
+            if isinstance(mixer, DeltaNetLayer):
+                mixed = mixer(x, self._recurrence, *pool.states(index), segments)
+            else:
+                own = steps[pool.group_of(index)]
+                of_layer = (self._attention, angles[index], *pool.layer(index))
+                mixed = mixer(x, index, *of_layer, own)
+            residual = layer.go_on(index, residual, mixed, step, inputs[index])
+        if self.pipeline is not None and self.pipeline.after is not None:
+            passed = (residual, embedded)[: num_passed(self.config)]
+            num_rows, hidden = len(passed) * len(residual), self.config.hidden_size
+            torch.cat(passed, out=self.pipeline.room(num_rows, hidden, residual.dtype))
+            self.pipeline.send()
+            return residual[:0]
+        return rms_norm(residual[rows], self.norm, self.config.norm.eps)
+
+    def _begin(self, step: ModelInput) -> tuple[Tensor, Tensor]:
+        """The states before the first layer that is here, and those before the model's first where
+        per-layer inputs are made of them: (T, hidden_size) each."""
+        pipeline, num_tokens = self.pipeline, len(step.token_ids)
+        if pipeline is None or pipeline.before is None:
+            embedded = self._embed(step.token_ids)
+            return embedded, embedded
+        hidden, dtype = self.config.hidden_size, self.embedding.dtype
+        received = pipeline.receive(num_passed(self.config) * num_tokens, hidden, dtype).clone()
+        pipeline.taken()
+        return received[:num_tokens], received[-num_tokens:]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        config = self.config.embedding
+        if self.shard is None:
+            return embed(config, self.embedding, token_ids)
+        own = token_ids - self.shard.first_id
+        is_own = (own >= 0) & (own < len(self.embedding))
+        states = embed(config, self.embedding, own.where(is_own, 0))
+        return summed(self.group, states * is_own.unsqueeze(1))

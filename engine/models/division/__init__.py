@@ -1,0 +1,1 @@
+"""What ranks and stages have of a model."""

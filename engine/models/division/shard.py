@@ -1,0 +1,137 @@
+"""`Shard`: the part of a model that one of several ranks has, as Megatron-LM splits it
+(arXiv:1909.08053).
+
+The parts of the model declare which dimensions of their tensors are divided: attention and gated
+delta nets by heads, MLPs and each expert by their intermediate size, embedding and output layer by
+the vocabulary. So a layer's first matrices have some of the rows, its last ones some of the
+columns, and the ranks' results add up to the layer's. Everything else is on all of them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+from torch import Tensor
+
+from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.cut import CannotCut, Cut
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.quantization.schemes import columns_of_scale
+from penstock.scheduler.errors import InvalidConfig
+
+# Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and
+# the fewest that a processor computes with their codes.
+_LEAST_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Shard:
+    """model: the whole. rank: of `size`. Of one rank, the whole model."""
+
+    model: ModelConfig
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig for a model that cannot be split so."""
+        size, flag = self.size, f"--tensor-parallel-size {self.size}"
+        for name, count in self._counts:
+            if count % size:
+                raise InvalidConfig(
+                    f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
+                    f"use {self._possible}"
+                )
+        for name, count in self._shared_counts:
+            if count % size and size % count:
+                raise InvalidConfig(
+                    f"{flag}: this model's {name} is {count}, which is neither a multiple of "
+                    f"{size} nor a divisor; use {self._possible}"
+                )
+        for columns, width in sorted(self._coded):
+            if not _keeps_groups(columns, width, size):
+                raise InvalidConfig(
+                    f"{flag}: a rank would have {columns // size} of the {columns} columns of a "
+                    f"matrix whose weights are quantized, {width} of them with one scale; those of "
+                    f"one scale must be divided into multiples of {_LEAST_COLUMNS}: use "
+                    f"{self._possible}"
+                )
+
+    @cached_property
+    def _counts(self) -> list[tuple[str, int]]:
+        """What config.json calls that which every rank must have as much of, and how many."""
+        axes = (axis for axis in self.model.axes if not axis.is_shared and not axis.is_padded)
+        return list(dict.fromkeys((axis.key or "", axis.count) for axis in axes))
+
+    @cached_property
+    def _shared_counts(self) -> list[tuple[str, int]]:
+        """The same of units of which several ranks have the same one, where ranks are more."""
+        axes = (axis for axis in self.model.axes if axis.is_shared)
+        return list(dict.fromkeys((axis.key or "", axis.count) for axis in axes))
+
+    @cached_property
+    def _coded(self) -> frozenset[tuple[int, int]]:
+        """The columns of quantized matrices whose columns are divided, and how many share a
+        scale."""
+        return frozenset(
+            (columns, columns_of_scale(scheme) or columns)
+            for name, scheme, (_, columns) in self.model.quantized_layers()
+            if self.cut(name).columns is not None
+        )
+
+    @property
+    def _possible(self) -> str:
+        """The numbers of ranks that divide what must be divided, and keep together what shares a
+        scale."""
+        sizes = [
+            str(size)
+            for size in range(1, 17)
+            if not any(count % size for _, count in self._counts)
+            and not any(count % size and size % count for _, count in self._shared_counts)
+            and all(_keeps_groups(*each, size) for each in self._coded)
+        ]
+        return " or ".join(sizes)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """This rank's part."""
+        return self.model if self.size == 1 else self.model.divided(self.size)
+
+    @property
+    def first_id(self) -> int:
+        """The first of this rank's part of the vocabulary."""
+        return self.rank * self.config.vocab_size
+
+    def splits(self, name: str) -> bool:
+        """Whether ranks have different parts of this tensor."""
+        return self.cut(name) != Cut()
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor of the checkpoint: a view, so that no more is read, but for
+        what has to be padded. Raises InvalidModel where config.json implies another size."""
+        cut = self.cut(name)
+        try:
+            tensor = cut.columns_of(cut.rows_of(tensor))
+        except CannotCut as error:
+            raise InvalidModel(f"the tensor {name!r} {error}") from None
+        if self.rank and self.model.is_added_once(name):
+            return tensor.new_zeros(()).expand(tensor.shape)
+        return tensor
+
+    def of_change(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the
+        two, as they multiply it with what all have, or with what is summed after it."""
+        cut = self.cut(name)
+        if cut.rows is not None:
+            return down, self.of(name, up)
+        return (down, up) if cut.columns is None else (self.of(name, down), up)
+
+    def cut(self, name: str) -> Cut:
+        """This rank's part of a tensor, or of a linear layer, whatever tensors it is stored in."""
+        rows, columns = self.model.axes_of(name)
+        spans = (axis.span(self.rank, self.size) for axis in rows)
+        own = tuple(span for span in spans if span is not None)
+        return Cut(own or None, None if columns is None else columns.span(self.rank, self.size))
+
+
+def _keeps_groups(columns: int, width: int, size: int) -> bool:
+    return columns % size == 0 and gcd(width, columns // size) % _LEAST_COLUMNS == 0

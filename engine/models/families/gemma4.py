@@ -1,0 +1,249 @@
+"""What config.json says of Gemma 4, as a `Design`. Imports no tensors.
+
+Source: transformers' Gemma4TextConfig, and Gemma4UnifiedTextConfig of the 12B. Newer versions of it
+write `per_layer_config` in place of the keys for layers of full attention.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.engine.files.json_file import Fields, shown_json
+from penstock.engine.memory.pool.kv_shape import KVHeads
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families.outline import Design, Head, Ropes
+from penstock.engine.models.parts.activation import Activation
+from penstock.engine.models.parts.attention.config import HeadNorms
+from penstock.engine.models.parts.attention.rope import RopeSettings
+from penstock.engine.models.parts.attention.windows import (
+    FULL,
+    SLIDING,
+    Windows,
+    by_layer_types,
+    every,
+)
+from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
+from penstock.engine.models.parts.layer import Layer
+from penstock.engine.models.parts.norm.config import NormKind
+from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
+
+UNIFIED_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "vocab_size": 262_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 262_144,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "sliding_window": 1024,
+}
+DEFAULTS: Mapping[str, Any] = {
+    **UNIFIED_DEFAULTS,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+}
+# How the layers that differ are written, and read in Python.
+WITHOUT_EFFECT = frozenset(
+    {"serialize_explicit_per_layer_config", "allow_global_per_layer_attribute_access"}
+)
+_FULL_HEAD_DIM = 512
+_PATTERN = 6
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def design(fields: Fields) -> Design:
+    """See `Family`."""
+    if fields.text("use_bidirectional_attention") not in (None, "vision"):
+        raise InvalidModel(
+            f"{fields.path} has use_bidirectional_attention: "
+            f"{shown_json(fields.get('use_bidirectional_attention'))}, so text tokens also attend "
+            "to later ones, which is not supported; use a model with causal attention"
+        )
+    has_bias = fields.flag("attention_bias")
+    num_layers = fields.count("num_hidden_layers")
+    first_shared = num_layers - fields.count("num_kv_shared_layers", default=0, least=0)
+    _check_sources(fields, num_layers, num_layers - first_shared)
+    full_heads = _full_heads(fields, num_layers)
+    keys_are_values = fields.flag("attention_k_eq_v")
+    are_wide = fields.flag("use_double_wide_mlp")
+
+    def by_layer(index: int, layer: Layer) -> Layer:
+        attention, mlp = layer.attention, layer.mlp
+        assert attention is not None and mlp is not None, index
+        if attention.window is None:
+            attention = replace(attention, has_values=not keys_are_values)
+            if full_heads is not None:
+                attention = replace(
+                    attention,
+                    num_kv_heads=full_heads.num_kv_heads,
+                    head_dim=full_heads.head_dim,
+                    kv_heads_key="num_global_key_value_heads",
+                )
+        if index >= first_shared:
+            attention = replace(attention, has_keys=False)
+            mlp = replace(mlp, size=mlp.size * 2) if are_wide else mlp
+        return replace(layer, mixer=attention, mlp=mlp)
+
+    softcap = fields.get("final_logit_softcapping")
+    return Design(
+        attention={
+            "qkv_bias": has_bias,
+            "output_bias": has_bias,
+            "head_norms": HeadNorms.EACH,
+            "scale": 1.0,
+            "norms_values": True,
+        },
+        norms={"post": True},
+        norm=NormKind(eps=0.0, is_wide=True),
+        experts=_experts(fields),
+        per_layer_inputs=_per_layer_inputs(fields, num_layers),
+        has_scalars=True,
+        by_layer=by_layer,
+        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
+        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
+    )
+
+
+def windows(fields: Fields, num_layers: int) -> Windows:
+    """Of the last layer none, whatever layer_types has: as transformers."""
+    found = by_layer_types(fields, num_layers, every(num_layers, _PATTERN))
+    return (*found[:-1], None)
+
+
+def ropes(fields: Fields, head: Head) -> Ropes:
+    """See `Family`. head: of layers with a window."""
+    if fields.get("rope_parameters") is None:
+        fields = Fields(fields.path, {**fields.content, "rope_parameters": _ROPES})
+    settings = RopeSettings(fields)
+    full_heads = _full_heads(fields, len(head.windows))
+    full = settings.by_kind(FULL, full_heads.head_dim if full_heads else head.dim, 10_000.0)
+    local = settings.by_kind(SLIDING, head.dim, 10_000.0)
+    by_layer = tuple(full if each is None else local for each in head.windows)
+    return Ropes(rope=full, by_layer=by_layer)
+
+
+def _check_sources(fields: Fields, num_layers: int, num_shared: int) -> None:
+    """Raises InvalidModel where a layer would share keys and values that none has."""
+    if not num_shared:
+        return
+    if num_shared >= num_layers:
+        raise fields.wrong(
+            "num_kv_shared_layers", f"less than {num_layers}, the layers", num_shared
+        )
+    kinds = [window is None for window in windows(fields, num_layers)]
+    first = num_layers - num_shared
+    if not set(kinds[first:]) <= set(kinds[:first]):
+        raise InvalidModel(
+            f"{fields.path}: num_kv_shared_layers is {num_shared}, and of the {first} layers "
+            "before them none is of a kind that they have in layer_types, so there are no keys "
+            "and values to share"
+        )
+
+
+def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
+    """Of the layers of full attention; None where they are as those of the others."""
+    default = KVHeads(
+        fields.count("num_key_value_heads", most=_MAX_HEADS),
+        fields.count("head_dim", most=_MAX_HEAD_DIM),
+    )
+    content = fields.get("per_layer_config")
+    if content is None:
+        num = default.num_kv_heads
+        if fields.flag("attention_k_eq_v"):
+            num = fields.count("num_global_key_value_heads", default=num, most=_MAX_HEADS)
+        heads = KVHeads(num, fields.count("global_head_dim", _FULL_HEAD_DIM, most=_MAX_HEAD_DIM))
+    else:
+        heads = _by_layer(fields, num_layers, default)
+    for key in ("global_head_dim", "num_global_key_value_heads"):  # without an effect, if unread
+        fields.get(key)
+    num_heads = fields.count("num_attention_heads")
+    if num_heads % heads.num_kv_heads:
+        raise InvalidModel(
+            f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of the KV heads "
+            f"of layers of full attention ({heads.num_kv_heads})"
+        )
+    if heads.head_dim % 2:
+        raise InvalidModel(
+            f"{fields.path}: layers of full attention have a head_dim of {heads.head_dim}; it must "
+            "be even, because rotary positions rotate pairs of dimensions"
+        )
+    return None if heads == default else heads
+
+
+def _by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHeads:
+    """From per_layer_config: by a layer's number, the keys in which it differs."""
+    expected = {i for i, each in enumerate(windows(fields, num_layers)) if each is None}
+    content = fields.mapping("per_layer_config")
+    found = {}
+    for name, of_layer in content.items():
+        if not isinstance(of_layer, dict) or not set(of_layer) <= _KEYS_OF_LAYERS:
+            raise fields.wrong(
+                "per_layer_config", f"by layer, {' and '.join(sorted(_KEYS_OF_LAYERS))}", of_layer
+            )
+        own = Fields(f"{fields.path}: per_layer_config.{name}", of_layer)
+        heads = KVHeads(
+            own.count("num_key_value_heads", default=default.num_kv_heads, most=_MAX_HEADS),
+            own.count("head_dim", default=default.head_dim, most=_MAX_HEAD_DIM),
+        )
+        if heads != default:  # some files list all layers
+            found[name] = heads
+    kinds = set(found.values())
+    if not kinds:
+        return default
+    if len(kinds) > 1 or {int(n) if n.isdecimal() else -1 for n in found} != expected:
+        raise InvalidModel(
+            f"{fields.path}: per_layer_config must give all layers of full attention the same "
+            f"heads, and no other layers any; these layers are {shown_json(sorted(expected))}"
+        )
+    return kinds.pop()
+
+
+def _per_layer_inputs(fields: Fields, num_layers: int) -> PerLayerInputs | None:
+    size = fields.count("hidden_size_per_layer_input", default=0, least=0, most=MAX_WIDTH)
+    vocab_size = fields.count("vocab_size_per_layer_input", default=fields.count("vocab_size"))
+    if not size:
+        return None
+    if vocab_size < fields.count("vocab_size"):
+        raise InvalidModel(
+            f"{fields.path}: vocab_size_per_layer_input ({vocab_size}) must be at least vocab_size "
+            f"({fields.count('vocab_size')})"
+        )
+    return PerLayerInputs(
+        hidden_size=fields.count("hidden_size"),
+        num_layers=num_layers,
+        size=size,
+        vocab_size=vocab_size,
+    )
+
+
+def _experts(fields: Fields) -> Experts | None:
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not fields.flag("enable_moe_block"):
+        for key in keys:  # without an effect
+            fields.get(key)
+        return None
+    return read_experts(
+        fields,
+        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        is_normed=True,
+        num_per_token="top_k_experts",
+        router="router.proj",
+        experts="experts",
+        is_beside_mlp=True,
+        activation=Activation(is_gelu=True),
+    )
+
+
+_MAX_HEADS = 2**16
+_MAX_HEAD_DIM = 2**16
+_KEYS_OF_LAYERS = frozenset({"head_dim", "num_key_value_heads"})

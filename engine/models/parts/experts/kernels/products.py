@@ -1,0 +1,236 @@
+"""Products of tiles of rows with their experts' weights.
+
+Each row is written to a place of its own, and added up afterwards in the order of its token's
+experts: so there are no atomic additions, and a step that is run twice has the same bits.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.kernels.activation import gelu, silu
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.models.parts.experts.kernels.routing import FEW_ROWS, Tiles
+
+_FEW_OUTPUTS, _MANY_OUTPUTS = 32, 64
+_FEW_COLUMNS, _MANY_COLUMNS = 128, 64
+_SUMMED = 1024
+
+
+def gate_up(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    num_per_token: int,
+    out: Tensor,
+    clamp: tuple[float, float] | None = None,
+    *,
+    is_gelu: bool = False,
+) -> None:
+    """out = silu(gate) * up of each row, in the order of the tiles: (T * num_per_token, size).
+
+    x: (T, columns). weight: (experts * 2 * size, columns), of each expert the gate's rows first.
+    bias: one for each row of weight. clamp: (alpha, limit), if the activation is that of
+    `clamped_swiglu`. is_gelu: GELU by tanh in place of SiLU. Sums are float32.
+    """
+    size, columns = out.shape[1], x.shape[1]
+    outputs, chunk = _sizes(tiles, columns)
+    _gate_up[(ceil_div(size, outputs), len(tiles.experts))](
+        x,
+        weight,
+        x if bias is None else bias,
+        *tiles[1:],
+        out,
+        columns,
+        size,
+        *(clamp or (0.0, 0.0)),
+        EACH=num_per_token,
+        HAS_BIAS=bias is not None,
+        IS_CLAMPED=clamp is not None,
+        IS_GELU=is_gelu,
+        ROWS=tiles.rows,
+        OUTPUTS=outputs,
+        CHUNK=chunk,
+        num_warps=4,
+        num_stages=3,
+        **overlapped(),
+    )
+
+
+def down(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+) -> None:
+    """Of each token the sum of its experts' outputs by weight: out (T, hidden).
+
+    x: (T * num_per_token, size), in the order of the tiles. weight: (experts * hidden, size). bias:
+    one for each row of weight. weights: as in `Routes`.
+    """
+    num_tokens, hidden = out.shape
+    each, columns = weights.shape[1], x.shape[1]
+    outputs, chunk = _sizes(tiles, columns)
+    parts = weights.new_empty(num_tokens, each, hidden)
+    _down[(ceil_div(hidden, outputs), len(tiles.experts))](
+        x,
+        weight,
+        x if bias is None else bias,
+        weights,
+        *tiles[1:],
+        parts,
+        columns,
+        hidden,
+        HAS_BIAS=bias is not None,
+        ROWS=tiles.rows,
+        OUTPUTS=outputs,
+        CHUNK=chunk,
+        num_warps=4,
+        num_stages=3,
+        **overlapped(),
+    )
+    _add_up[(ceil_div(hidden, _SUMMED), num_tokens)](
+        parts, out, hidden, EACH=each, SIZE=_SUMMED, num_warps=4, **overlapped()
+    )
+
+
+def _sizes(tiles: Tiles, columns: int) -> tuple[int, int]:
+    """Outputs of a program, and columns that it reads at a time."""
+    if tiles.rows == FEW_ROWS:
+        return _FEW_OUTPUTS, min(_FEW_COLUMNS, max(16, next_power_of_2(columns)))
+    return _MANY_OUTPUTS, min(_MANY_COLUMNS, max(16, next_power_of_2(columns)))
+
+
+@triton.jit
+def _gate_up(
+    x,
+    weight,
+    bias,
+    order,
+    experts,
+    firsts,
+    counts,
+    out,
+    columns,
+    size,
+    alpha,
+    limit,
+    EACH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    IS_GELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_kernels_before(PDL)
+    tile = tl.program_id(1)
+    count = tl.load(counts + tile)
+    if count == 0:
+        return
+    expert = tl.load(experts + tile).to(tl.int64)
+    place = tl.load(firsts + tile) + tl.arange(0, ROWS)
+    is_row = tl.arange(0, ROWS) < count
+    token = (tl.load(order + place, mask=is_row, other=0) // EACH).to(tl.int64)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < size
+    gate_row = expert * 2 * size + output
+    up_row = gate_row + size
+    gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, columns, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        is_column = column < columns
+        a = tl.load(
+            x + token[:, None] * columns + column[None, :],
+            mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        mask = is_output[:, None] & is_column[None, :]
+        g = tl.load(weight + gate_row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+        u = tl.load(weight + up_row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+        gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
+        up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
+    if HAS_BIAS:
+        gate += tl.load(bias + gate_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + up_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        active = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif IS_GELU:
+        active = gelu(gate) * up
+    else:
+        active = silu(gate) * up
+    target = out + place.to(tl.int64)[:, None] * size + output[None, :]
+    tl.store(target, active.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _down(
+    x,
+    weight,
+    bias,
+    weights,
+    order,
+    experts,
+    firsts,
+    counts,
+    out,
+    columns,
+    hidden,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_kernels_before(PDL)
+    tile = tl.program_id(1)
+    count = tl.load(counts + tile)
+    if count == 0:
+        return
+    expert = tl.load(experts + tile).to(tl.int64)
+    place = tl.load(firsts + tile) + tl.arange(0, ROWS)
+    is_row = tl.arange(0, ROWS) < count
+    pair = tl.load(order + place, mask=is_row, other=0)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = output < hidden
+    weight_row = expert * hidden + output
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, columns, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        is_column = column < columns
+        a = tl.load(
+            x + place.to(tl.int64)[:, None] * columns + column[None, :],
+            mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + weight_row[:, None] * columns + column[None, :],
+            mask=is_output[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + weight_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    total *= tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * hidden + output[None, :]
+    tl.store(target, total, mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _add_up(parts, out, hidden, EACH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_kernels_before(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = column < hidden
+    total = tl.zeros((SIZE,), tl.float32)
+    for index in range(EACH):
+        total += tl.load(parts + (token * EACH + index) * hidden + column, mask=mask, other=0.0)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,82 @@
+"""AWQ and GPTQ: integers stored with the columns of the weight first."""
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.layers.grouped import packed_nibbles
+from penstock.engine.models.quantization.schemes import Awq, Gptq
+from penstock.engine.models.readers.bits import unpacked
+from penstock.engine.models.readers.parts import GroupedPart
+from penstock.engine.models.readers.tensors import LayerTensors
+
+# Where AWQ puts each of eight columns, from the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7 in reverse.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedPart:
+    columns = tensors.in_features
+    group_size = scheme.group_size or columns
+    groups = -(-columns // group_size)
+    qweight = tensors.take("qweight", (torch.int32,))
+    tensors.check("qweight", qweight, (columns, qweight.shape[1]))
+    rows = 8 * qweight.shape[1]
+    qzeros = tensors.take("qzeros", (torch.int32,))
+    tensors.check("qzeros", qzeros, (groups, qweight.shape[1]))
+    scales = tensors.scales("scales", (groups, rows))
+    part = tensors.part("qweight", qweight, (1, 8), (0, 1))
+    codes = packed_nibbles(_in_order(part).t())
+    of_groups, size = tensors.groups(scales.t(), group_size)
+    zeros, _ = tensors.groups(_in_order(qzeros).t(), group_size)
+    return GroupedPart(codes, of_groups, size, tensors.columns, zeros=zeros)
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    numbers = unpacked(packed, 4)
+    return numbers.view(len(numbers), -1, 8)[..., _AWQ_ORDER].flatten(1)
+
+
+def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedPart:
+    columns, bits = tensors.in_features, scheme.bits
+    group_size = scheme.group_size or columns
+    groups = -(-columns // group_size)
+    qweight = tensors.take("qweight", (torch.int32,))
+    rows = qweight.shape[1]
+    tensors.check("qweight", qweight, (-(-columns * bits // 32), rows))
+    _check_zeros(tensors, scheme, groups, rows)
+    _check_order(tensors, group_size)
+    scales = tensors.scales("scales", (groups, rows))
+    part = tensors.part("qweight", qweight, (1, 1), (0, 32 // bits))
+    codes = unpacked(part.t(), bits)[:, : tensors.columns]
+    stored = packed_nibbles(codes) if bits == 4 else (codes ^ 128).view(torch.int8)
+    of_groups, size = tensors.groups(scales.t(), group_size)
+    return GroupedPart(stored, of_groups, size, tensors.columns)
+
+
+def _check_zeros(tensors: LayerTensors, scheme: Gptq, groups: int, rows: int) -> None:
+    """Raises InvalidModel unless each is in the middle, as symmetric codes have it."""
+    if not tensors.has("qzeros"):
+        return
+    qzeros = tensors.take("qzeros", (torch.int32,))
+    tensors.check("qzeros", qzeros, (groups, -(-rows * scheme.bits // 32)))
+    middle = 2 ** (scheme.bits - 1)
+    zeros = unpacked(qzeros, scheme.bits)[:, :rows] + scheme.zero_offset
+    if not bool((zeros == middle).all()):
+        raise tensors.wrong(
+            "qzeros",
+            f"has zeros other than {middle}, so the layer is not symmetric as config.json says (or "
+            "its checkpoint_format is another), which is not supported",
+        )
+
+
+def _check_order(tensors: LayerTensors, group_size: int) -> None:
+    """Raises InvalidModel unless each column is in the group of its place."""
+    if not tensors.has("g_idx"):
+        return
+    order = tensors.take("g_idx", (torch.int32, torch.int64), 1)
+    tensors.check("g_idx", order, (tensors.in_features,))
+    if not torch.equal(order.long(), torch.arange(tensors.in_features) // group_size):
+        raise tensors.wrong(
+            "g_idx",
+            "orders columns by activation (desc_act), which is not supported; use a version of the "
+            "model without desc_act",
+        )

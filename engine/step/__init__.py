@@ -1,0 +1,1 @@
+"""What a step reads and gives, and how executors take it."""

@@ -1,0 +1,106 @@
+"""The `Executor` protocol, between the scheduler and a device.
+
+It is designed for a device that runs ahead of the host. `execute` may return before anything is
+computed; the loop schedules and launches the next step, and only then waits for this one. What
+makes that possible is that sampled ids never have to pass through the host: they are written to
+the executor's own token table (see `ScheduledBatch`), where the next step reads them.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from penstock.engine.config import AdapterSource
+from penstock.engine.errors import UnknownAdapter
+from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
+from penstock.scheduler.cache.journal import BlockJournal
+from penstock.scheduler.cache.tier import BlockTier
+from penstock.scheduler.types import (
+    BlockCopy,
+    Request,
+    RequestId,
+    SampledTokens,
+    ScheduledBatch,
+    Tier,
+)
+
+
+class PendingTokens(Protocol):
+    """A step that was launched and may still be running."""
+
+    def wait(self) -> SampledTokens:
+        """Blocks until the step's sampled ids are on the host. Raises what the step raised."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs scheduled batches in order. One thread calls it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the loop should launch the next step before it waits for the last one.
+
+        It costs a step of delay, and gains where the device computes while the host schedules.
+        """
+        ...
+
+    @property
+    def journals(self) -> Sequence[BlockJournal]:
+        """Of the blocks of each group of layers, where they outlive this process; else none."""
+        ...
+
+    @property
+    def tier(self) -> BlockTier | None:
+        """Where blocks go that no sequence uses; None without one."""
+        ...
+
+    @property
+    def adapters(self) -> "AdapterStore | None":
+        """None where it has none, whatever the settings."""
+        ...
+
+    def prepare(self, request: Request) -> "Future[Any] | None":
+        """Begins, in the background, what must be done before the request is scheduled.
+
+        None where that is nothing. A PenstockError, raised here or by the future, refuses it.
+        """
+        ...
+
+    def release(self, request_id: RequestId) -> None:
+        """The request has ended, or was refused: what `prepare` made for it may go."""
+        ...
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens: ...
+
+
+class AdapterStore(Protocol):
+    """The LoRA adapters of an executor. Those that are loaded may all be in one step."""
+
+    def load(self, source: AdapterSource) -> "Future[LoadedAdapter]":
+        """Reads it in the background. A PenstockError, raised by the future, refuses it."""
+        ...
+
+    def unload(self, adapter_id: str) -> None:
+        """It goes when the requests that were prepared with it have been released."""
+        ...
+
+
+def check_no_adapter(request: Request) -> None:
+    """For executors without adapters. Raises UnknownAdapter."""
+    if request.adapter is not None:
+        raise UnknownAdapter(request.adapter)
+
+
+def device_copies(copies: Sequence[BlockCopy], group: int = 0) -> list[tuple[int, int]]:
+    """(source, target) of copies within the device, for executors that have no other tier.
+
+    group: of layers, of which these are wanted.
+    """
+    for copy in copies:
+        assert (copy.source_tier, copy.target_tier) == (Tier.DEVICE, Tier.DEVICE), (
+            f"this executor holds blocks on the device alone, and cannot do {copy}"
+        )
+    return [(copy.source, copy.target) for copy in copies if copy.group == group]

@@ -1,0 +1,1 @@
+"""Which blocks hold which tokens: pools, prefixes, groups, states, tiers."""

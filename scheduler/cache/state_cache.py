@@ -1,0 +1,185 @@
+"""`StateCache`: the recurrent states of one group of layers, and the snapshots kept of them.
+
+It answers the questions that `KVCache` asks a `GroupCache`, of a pool in which one block is the
+state of a whole sequence. A running sequence holds one, which each of its steps changes. So what
+has been computed is found again only where a copy was made in time, a *snapshot*, after the last
+token of a full block, by the digest of that block. A sequence continues from a copy of its own.
+
+Snapshots are taken where a later prompt is likely to go on:
+- where the prompt ends, but for the few last tokens (`OPENING`), since a chat template opens the
+  answer with tokens that it may leave out in the next turn;
+- where the answer ends: at the last full block, each snapshot replacing the one before;
+- where an earlier prompt and this one part: its blocks were found further than any snapshot.
+
+They are evictable from the beginning, in least-recently-used order, and none is taken where all
+states are held by sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.scheduler.cache.block_pool import BlockPool
+from penstock.scheduler.cache.blocks import BlockAllocator, BlockTable
+from penstock.scheduler.cache.group_cache import Share
+from penstock.scheduler.cache.prefix import PrefixIndex
+from penstock.scheduler.groups import StateGroup
+from penstock.scheduler.stats import GroupBlocks
+
+# Qwen's templates open an answer with three to seven tokens: <|im_start|>assistant, and what says
+# whether to think.
+OPENING = 8
+
+
+@dataclass(slots=True)
+class StateTable(BlockTable):
+    """block_ids: the state of a running sequence, alone.
+
+    wanted: positions in its prompt after which a snapshot is to be taken, ascending. pending:
+    snapshots that launched steps take and that cannot be found yet. newest: the state and digest of
+    the last that was taken of its answer.
+    """
+
+    wanted: list[int] = field(default_factory=list)
+    pending: "list[_Pending]" = field(default_factory=list)
+    newest: tuple[int, bytes] | None = None
+
+
+class _Pending(NamedTuple):
+    num_blocks: int
+    state: int
+    is_of_answer: bool
+
+
+class StateCache(BlockPool):
+    """The pool of states of one group."""
+
+    group: StateGroup
+
+    def __init__(self, group: StateGroup, block_size: int) -> None:
+        self.group = group
+        self._block_size = block_size
+        self._allocator = BlockAllocator(group.num_blocks)
+        self._index = PrefixIndex()
+
+    def stats(self) -> GroupBlocks:
+        return GroupBlocks(
+            None, self.num_used, self.num_evictable, self.num_free, is_recurrent=True
+        )
+
+    def new_table(self) -> StateTable:
+        return StateTable()
+
+    def longest_hit(self, digests: Sequence[bytes], end: int) -> int:
+        """See `GroupCache`: the blocks before the last snapshot."""
+        find = self._index.find
+        while end and find(digests[end - 1]) is None:
+            end -= 1
+        return end
+
+    def share(
+        self,
+        digests: Sequence[bytes],
+        num_computed: int,
+        num_tokens: int,
+        parent: BlockTable | None,
+    ) -> Share:
+        """See `GroupCache`: a state of its own, copied from the snapshot where it continues."""
+        assert parent is None, "a state has gone on since the prompt's end"
+        copied = None
+        if num_computed:
+            copied = self._index.find(digests[num_computed // self._block_size - 1])
+            assert copied is not None, "it was found before"
+        return Share(0, [], copied, 1, 1)
+
+    def fits(self, share: Share, num_reserved: int) -> bool:
+        """Running sequences need no further states, whatever they reserve of blocks."""
+        return share.num_claimed <= self.num_available
+
+    def admit(self, table: BlockTable, share: Share) -> None:
+        """See `GroupCache`. The snapshot that is copied is evicted last, and where it is the only
+        one, it becomes the sequence's own state."""
+        assert isinstance(table, StateTable) and not table.block_ids
+        if share.copied is not None:
+            self._index.touch(share.copied)
+            self._index.make_evictable(share.copied)
+        state = self._take()
+        assert state is not None, "no state is available; the scheduler must check before"
+        table.block_ids = [state]
+        table.wanted, table.newest = [], None
+
+    def want(self, table: BlockTable, positions: Sequence[int], num_computed: int) -> None:
+        """Of an admitted sequence, num_computed tokens of which are computed: snapshots shall be
+        taken after so many tokens, each a multiple of the block size."""
+        assert isinstance(table, StateTable)
+        table.wanted = sorted({each for each in positions if each > num_computed})
+
+    def snapshots(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]]:
+        """(position, state): to be taken by the step that computes its tokens from start to end, a
+        part of its prompt."""
+        assert isinstance(table, StateTable)
+        taken = []
+        while table.wanted and table.wanted[0] <= end:
+            position = table.wanted.pop(0)
+            if position > start and (state := self._take()) is not None:
+                table.pending.append(_Pending(position // self._block_size, state, False))
+                taken.append((position, state))
+        return taken
+
+    def answer_snapshot(self, table: BlockTable, position: int) -> int | None:
+        """The state that the step shall write which computes the last token of a block of its
+        answer, the one before `position`; None where there is none."""
+        assert isinstance(table, StateTable)
+        if table.newest is not None:
+            state, digest = table.newest
+            if self._index.find(digest) == state:
+                self._forget(state)
+            table.newest = None
+        taken = self._take()
+        if taken is not None:
+            table.pending.append(_Pending(position // self._block_size, taken, True))
+        return taken
+
+    def cache(self, table: BlockTable, digests: Sequence[bytes], root: bytes) -> None:
+        """See `GroupCache`: its snapshots up to there can be found from now on."""
+        assert isinstance(table, StateTable)
+        while table.pending and table.pending[0].num_blocks <= len(digests):
+            num_blocks, state, is_of_answer = table.pending.pop(0)
+            digest = digests[num_blocks - 1]
+            self._allocator.release(state)
+            if self._index.add(digest, state):
+                self._index.make_evictable(state)
+                if is_of_answer:
+                    table.newest = state, digest
+            else:  # there is another of the same tokens
+                self._allocator.free(state)
+
+    def release(self, table: BlockTable) -> None:
+        """Frees its state, and those of snapshots whose tokens are not known yet."""
+        assert isinstance(table, StateTable)
+        for state in (*table.block_ids, *(each.state for each in table.pending)):
+            is_last = self._allocator.release(state)
+            assert is_last, f"state {state} is held twice"
+            self._allocator.free(state)
+        table.block_ids, table.pending, table.newest = [], [], None
+
+    def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
+        """Drops the snapshots with these digests, and those of the table."""
+        for digest in digests:
+            if (state := self._index.find(digest)) is not None:
+                self._forget(state)
+
+    def record(self, completed: int, launched: int) -> None:
+        """States do not outlive the engine."""
+
+    def _take(self) -> int | None:
+        """A free state, or else the snapshot that was used least recently."""
+        state = self._allocator.take()
+        if state is None and (evicted := self._index.evict()) is not None:
+            self._allocator.free(evicted)
+            state = self._allocator.take()
+        return state
+
+    def _forget(self, state: int) -> None:
+        self._index.forget(state)
+        self._allocator.free(state)

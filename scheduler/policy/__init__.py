@@ -1,0 +1,1 @@
+"""Who runs next, and when: the order of the queue, fairness, targets, forecasts."""

@@ -1,0 +1,165 @@
+"""Which sequence is admitted next, which is preempted, and when a batch may admit."""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from penstock.scheduler.cache.sequence import Sequence
+from penstock.scheduler.config import Batching, Policy
+
+# Static and dynamic batching start a batch when it is full, or when its oldest request has waited
+# this long, so that none waits for ever. 50 ms is a usual maximum delay of dynamic batchers; a
+# static one waits for its fixed size, unless traffic stops.
+BATCH_WAIT_S = {Batching.DYNAMIC: 0.05, Batching.STATIC: 1.0}
+
+# Of so many admissions under the priority policy, at least one is of the sequence that has waited
+# longest, whatever its priority: so one with k older ones before it waits for at most 8 (k + 1).
+_OLDEST_EVERY = 8
+
+_SWEEP_MIN = 64  # ended entries that are not worth a pass over the queue
+
+
+class OrderedQueue:
+    """Waiting sequences by a rank that each keeps. One that has left is skipped when met."""
+
+    def __init__(self, rank: Callable[[Sequence], int]) -> None:
+        """rank: the lowest is first; among equals, the first to arrive."""
+        self._rank = rank
+        self._heap: list[tuple[int, int, int, Sequence]] = []
+        self._members: dict[Sequence, None] = {}
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no particular order."""
+        return iter(self._members)
+
+    def push(self, sequence: Sequence) -> None:
+        # The number makes entries differ: a sequence may have left and come again.
+        self._num_pushed += 1
+        entry = (self._rank(sequence), sequence.order, self._num_pushed, sequence)
+        heapq.heappush(self._heap, entry)
+        self._members[sequence] = None
+
+    def peek(self) -> Sequence | None:
+        heap, members = self._heap, self._members
+        while heap and heap[0][3] not in members:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Its entry stays and is skipped when met.
+
+        When most entries have left, they are removed together: amortized O(1) each.
+        """
+        del self._members[sequence]
+        if self._heap[0][3] is sequence:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > 2 * len(self._members) + _SWEEP_MIN:
+            self._heap = [entry for entry in self._heap if entry[3] in self._members]
+            heapq.heapify(self._heap)
+
+    def are_ahead(self, sequence: Sequence) -> Iterable[Sequence]:
+        """Those that are to be admitted before this one, which waits or may be about to."""
+        rank = (self._rank(sequence), sequence.order)
+        return (each for each in self._members if (self._rank(each), each.order) < rank)
+
+
+class WaitingQueue:
+    """Waiting sequences in the order of a policy.
+
+    A preempted sequence keeps its rank, so it is admitted before all that arrived after it.
+    """
+
+    def __init__(self) -> None:
+        """First come, first served."""
+        self._queue = OrderedQueue(lambda _: 0)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def push(self, sequence: Sequence) -> None:
+        self._queue.push(sequence)
+
+    def peek(self) -> Sequence | None:
+        """The next one. The same until one is pushed or removed."""
+        return self._queue.peek()
+
+    def pop(self) -> Sequence:
+        """Removes the next one, which is admitted."""
+        sequence = self.peek()
+        assert sequence is not None, "the queue is empty"
+        self.remove(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """One that waits is about to end."""
+        self._queue.remove(sequence)
+
+    def are_ahead(self, sequence: Sequence) -> Iterable[Sequence]:
+        """Those that are to be admitted before this one, as things are."""
+        return self._queue.are_ahead(sequence)
+
+
+class PriorityQueue(WaitingQueue):
+    """The lowest `priority` first, and now and then the oldest, so that none waits for ever."""
+
+    def __init__(self) -> None:
+        self._queue = OrderedQueue(lambda sequence: sequence.request.priority)
+        self._by_age = OrderedQueue(lambda _: 0)
+        self._num_passed = 0  # admissions since the oldest was admitted
+
+    def push(self, sequence: Sequence) -> None:
+        super().push(sequence)
+        self._by_age.push(sequence)
+
+    def peek(self) -> Sequence | None:
+        is_due = self._num_passed >= _OLDEST_EVERY - 1
+        return self._by_age.peek() if is_due else self._queue.peek()
+
+    def pop(self) -> Sequence:
+        oldest, first = self._by_age.peek(), self._queue.peek()
+        sequence = super().pop()
+        if sequence is not oldest:
+            self._num_passed += 1
+            return sequence
+        self._num_passed = 0
+        if sequence is not first:
+            sequence.is_overdue = True
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        super().remove(sequence)
+        self._by_age.remove(sequence)
+
+
+def victim(running: Iterable[Sequence], policy: Policy) -> Sequence:
+    """The sequence to preempt: of the lowest priority, among equals the cheapest to recompute.
+
+    The one with the most computed tokens of the highest priority is preempted last, so it always
+    continues: memory pressure slows the others but never stops all. One that was admitted because
+    it had waited longest is of the highest priority.
+    """
+    if policy is Policy.PRIORITY:
+        return min(running, key=lambda seq: (_standing(seq), seq.num_computed, -seq.order))
+    return min(running, key=lambda seq: (seq.num_computed, -seq.order))
+
+
+def _standing(sequence: Sequence) -> float:
+    return math.inf if sequence.is_overdue else -sequence.request.priority
+
+
+def may_start_batch(
+    batching: Batching, num_running: int, num_waiting: int, waited_s: float, max_num_seqs: int
+) -> bool:
+    """Whether new sequences may be admitted now.
+
+    Continuous batching: at every step. Static and dynamic: only when the batch before has ended,
+    and then as a full batch, or with what is waiting once the oldest has waited long enough.
+    """
+    if batching is Batching.CONTINUOUS:
+        return True
+    is_due = num_waiting >= max_num_seqs or waited_s >= BATCH_WAIT_S[batching]
+    return num_running == 0 and is_due

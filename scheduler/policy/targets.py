@@ -1,0 +1,120 @@
+"""`Targets`: what they allow. A step's prompts beside its decodes, and a request at its arrival.
+
+Where both targets cannot be met at once, that of the decodes (ITL) yields first: a step runs
+`PREFILL_FLOOR` prompt tokens whatever they take. A target for the first token (TTFT) is met by
+refusing requests, never by slowing others.
+"""
+
+from penstock.scheduler.batch import Batch
+from penstock.scheduler.cache.sequence import Sequence
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.errors import TargetOutOfReach
+from penstock.scheduler.policy.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
+from penstock.scheduler.stats import work_of
+from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
+from penstock.scheduler.step_model.live import LiveStepModel
+from penstock.scheduler.types import FinishReason, Request
+
+# One tile of a GPU's matrix products, and a few blocks.
+PREFILL_FLOOR = 64
+
+
+class Targets:
+    """Of the server and of its requests. num_out_of_reach: requests refused because of them."""
+
+    def __init__(
+        self, config: SchedulerConfig, step_model: LiveStepModel | None, num_cohorts: int = 1
+    ) -> None:
+        """Without a step model targets have no effect. num_cohorts: a sequence gets a token in one
+        of so many steps."""
+        self._config = config
+        self._step_model = step_model
+        self._num_cohorts = num_cohorts
+        self._lengths = AnswerLengths()
+        self._own: dict[Sequence, float] = {}  # ITL, of running sequences with one of their own
+        self.num_out_of_reach = 0
+
+    # Sequences, as they come and go.
+
+    def on_run(self, sequence: Sequence) -> None:
+        if sequence.request.itl_target_s is not None:
+            self._own[sequence] = sequence.request.itl_target_s
+
+    def on_leave(self, sequence: Sequence) -> None:
+        self._own.pop(sequence, None)
+
+    def on_end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
+            self._lengths.on_end(sequence)
+
+    # What they allow.
+
+    def chunk_budget(self, batch: Batch, max_tokens: int, num_running: int) -> ChunkBudget:
+        """Of the prompts of a step whose decodes are planned."""
+        target_s = self._step_target_s(num_running)
+        if target_s is None or self._step_model is None or not batch.num_decodes:
+            return ChunkBudget(max_tokens)
+        windows = [group.window for group in self._step_model.served.attention]
+        return chunk_budget(
+            self._step_model,
+            target_s,
+            max_tokens=max_tokens,
+            floor=PREFILL_FLOOR,
+            decodes=work_of(batch, windows),
+        )
+
+    def compute_s(self, start: int, end: int) -> float | None:
+        """How long prompt tokens from position `start` to `end` take to compute, in steps of their
+        own; None where nothing is known yet of such steps."""
+        live, most = self._step_model, self._config.max_num_batched_tokens
+        if live is None:
+            return None
+        chunks = [(i, min(i + most, end)) for i in range(start, end, most)]
+        return prefill_s(live, chunks)
+
+    def applies_to(self, request: Request) -> bool:
+        """Whether it may be refused. What an earlier engine accepted is accepted."""
+        has_target = request.ttft_target_s or self._config.ttft_target_s
+        return bool(has_target and self._step_model) and request.resumed is None
+
+    def check(self, sequence: Sequence, ahead: Ahead, num_running: int, waited_s: float) -> None:
+        """Notes when the first token of a sequence that arrives is expected, if that is known.
+
+        waited_s: since its request arrived. Raises TargetOutOfReach.
+        """
+        target_s = sequence.request.ttft_target_s or self._config.ttft_target_s
+        assert self._step_model and target_s, "ask applies_to first"
+        config, num_cached = self._config, sequence.num_cached_at_arrival
+        predicted_s = forecast_ttft_s(
+            self._step_model,
+            ahead,
+            self._lengths,
+            num_new=sequence.num_to_compute - num_cached,
+            num_cached=num_cached,
+            max_step_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            floor=PREFILL_FLOOR,
+            step_target_s=self._step_target_s(num_running),
+            num_cohorts=self._num_cohorts,
+        )
+        if predicted_s is None:
+            return
+        sequence.predicted_ttft_s = predicted_s + waited_s
+        if sequence.predicted_ttft_s > target_s:
+            self.num_out_of_reach += 1
+            raise TargetOutOfReach(sequence.predicted_ttft_s, target_s)
+
+    def _step_target_s(self, num_running: int) -> float | None:
+        """How long a step with decodes may take."""
+        target_s = self._itl_target_s(num_running)
+        return None if target_s is None else target_s / self._num_cohorts
+
+    def _itl_target_s(self, num_running: int) -> float | None:
+        """The tightest of the sequences that run."""
+        of_server, own = self._config.itl_target_s, self._own
+        if not own:
+            return of_server
+        tightest = min(own.values())
+        if of_server is not None and len(own) < num_running:
+            return min(tightest, of_server)
+        return tightest

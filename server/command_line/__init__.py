@@ -1,0 +1,1 @@
+"""The command `penstock`, and those of its commands that need no engine."""

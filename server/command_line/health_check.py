@@ -1,0 +1,64 @@
+"""`penstock health`: asks a server on this machine for /health, as the images do."""
+
+import http.client
+import ssl
+import sys
+from pathlib import Path
+
+from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.serve_flags import add_serve_flags
+
+# Docker gives a check five seconds.
+_TIMEOUT_S = 4.0
+_HEALTHY, _UNHEALTHY = 0, 1  # Docker's exit codes
+
+
+def check(host: str, port: int, *, has_tls: bool) -> int:
+    """Asks, prints what the server says, and returns the exit code. host: what it listens on."""
+    # Not urllib, which would use a proxy that Docker is configured with.
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = (
+        http.client.HTTPSConnection(address, port, timeout=_TIMEOUT_S, context=_unverified())
+        if has_tls
+        else http.client.HTTPConnection(address, port, timeout=_TIMEOUT_S)
+    )
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        print(f"no server answers on {address}:{port}: {error}", file=sys.stderr)
+        return _UNHEALTHY
+    finally:
+        connection.close()
+    print(text)
+    return _HEALTHY if response.status == 200 else _UNHEALTHY
+
+
+def make_parser() -> FlagParser:
+    parser = FlagParser(
+        prog="penstock health",
+        description="Asks a server on this machine for /health; the exit code is 0 if it is "
+        "healthy. It takes the flags of penstock serve, by default those of the container.",
+    )
+    add_serve_flags(parser)
+    return parser
+
+
+def flags_of_container(commands: Path = Path("/proc/1/cmdline")) -> list[str]:
+    """What the server was started with, where it, or the init process before it, is process 1."""
+    try:
+        arguments = commands.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+    except OSError:
+        return []
+    names = [Path(argument).name for argument in arguments]
+    is_ours = "penstock" in names and arguments[names.index("penstock") + 1 :][:1] == ["serve"]
+    return arguments[names.index("penstock") + 2 :] if is_ours else []
+
+
+def _unverified() -> ssl.SSLContext:
+    """The certificate has the name that clients use, and this is the same machine."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
