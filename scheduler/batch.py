@@ -19,7 +19,7 @@ class Batch:
     """A `ScheduledBatch` being built, and the sequences of its rows, in row order.
 
     sampling: those that get a token. prompt_only: those that end their prompt and get none.
-    with_prompt_output: of both, those whose prompt has outputs. num_drafts: by row, to verify.
+    with_prompt_output: of both, those whose prompt has outputs.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,6 @@ class Batch:
         self.prompt_only: list[Sequence] = []
         self.with_prompt_output: list[Sequence] = []
         self.num_decodes = 0
-        self.num_drafts: dict[int, int] = {}
         self.num_scored = 0
         self.snapshots: list[StateSnapshot] = []
 

@@ -6,7 +6,6 @@ from typing import Self
 
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.types import (
-    AcceptedDraft,
     Finish,
     PromptOutput,
     RequestId,
@@ -91,8 +90,3 @@ def output_of(
         finish,
         sequence.num_cached_tokens,
     )
-
-
-def output_of_drafts(sequence: Sequence, accepted: list[AcceptedDraft]) -> RequestOutput:
-    logprobs = [draft.logprobs for draft in accepted if draft.logprobs is not None]
-    return output_of(sequence, [draft.token_id for draft in accepted], logprobs or None, None)

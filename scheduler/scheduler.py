@@ -1,8 +1,8 @@
 """Four verbs: `add`, `abort`, `schedule`, `update`. One step is one `schedule` and one `update`.
 
 Scheduling is iteration-level (Yu et al. 2022, Orca): which sequences run is decided at each step.
-Running decodes come first, one token each, or more with drafts; then running prefills; then waiting
-requests in policy order, until the token budget, the slots or the blocks are spent.
+Running decodes come first, one token each; then running prefills; then waiting requests in policy
+order, until the token budget, the slots or the blocks are spent.
 
 It may be called ahead of the device: `schedule` advances a sequence by one token whose id is not
 known yet (`num_in_flight`), and `update` fills it in later. A sequence that turns out to have ended
@@ -25,11 +25,10 @@ from penstock.scheduler.batch import Batch
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.kv_cache import KVCache
 from penstock.scheduler.cache.kv_events import KVEvents
-from penstock.scheduler.cache.loads import Loads
+from penstock.scheduler.cache.loads import NO_LOADS, Loads
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
-from penstock.scheduler.drafts import Drafts
 from penstock.scheduler.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -39,15 +38,9 @@ from penstock.scheduler.errors import (
 )
 from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.outputs import StepOutputs, output_of
-from penstock.scheduler.policy.fairness import (
-    CACHED_TOKEN,
-    OUTPUT_TOKEN,
-    PROMPT_TOKEN,
-    FairQueue,
-    queue_for,
-)
+from penstock.scheduler.policy.fairness import queue_for
 from penstock.scheduler.policy.forecast import Ahead
-from penstock.scheduler.policy.queue import may_start_batch, victim
+from penstock.scheduler.policy.queue import may_start_batch
 from penstock.scheduler.policy.targets import Targets
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget
@@ -102,9 +95,8 @@ class Scheduler:
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
         self._targets = Targets(config, step_model, num_cohorts)
-        self._loads = Loads(self._kv, tier, self._targets.compute_s) if tier is not None else None
+        self._loads = NO_LOADS if tier is None else Loads(self._kv, tier, self._targets.compute_s)
         self._waiting = queue_for(config.policy)
-        self._fair = self._waiting if isinstance(self._waiting, FairQueue) else None
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
         self._decoding: dict[Sequence, None] = {}
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
@@ -124,7 +116,6 @@ class Scheduler:
         self._started: list[Started] = []
         # Whether a prompt got no blocks for the next of its tokens, in the step being scheduled.
         self._is_short_of_blocks = False
-        self._drafts = Drafts(self._kv, config.max_num_batched_tokens)
 
     # The four verbs.
 
@@ -146,13 +137,11 @@ class Scheduler:
         if request.id in self._requests:
             raise DuplicateRequest(request.id)
         sequences = self._sequences_of(request)
-        if self._fair is not None:
-            self._fair.open(request.tenant, len(sequences))
+        self._waiting.open(request.tenant, len(sequences))
         try:
             self._check_target(sequences[0], request.arrival_s if now is None else now)
         except TargetOutOfReach:
-            if self._fair is not None:
-                self._fair.close(request.tenant, len(sequences))
+            self._waiting.close(request.tenant, len(sequences))
             raise
         self._requests[request.id] = list(sequences)
         if sequences[0].index == 0 and len(sequences) > 1:
@@ -181,12 +170,10 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step's work, or None where no sequence can run now."""
         batch = Batch()
-        if self._loads is not None:
-            for sequence in self._loads.arrived(now):
-                self._waiting.push(sequence)
-        if self._fair is not None:
-            self._fair.begin_step(now)
-            self._make_places(self._fair)
+        for sequence in self._loads.arrived(now):
+            self._waiting.push(sequence)
+        self._waiting.begin_step(now)
+        self._make_places()
         self._plan(batch, now)
         # Prompts hold each other's next blocks: the cheapest to compute again gives way.
         while self._is_short_of_blocks and not (batch.slots or self._in_flight):
@@ -203,15 +190,14 @@ class Scheduler:
         """Adds the rows of the next step."""
         self._is_short_of_blocks = False
         self._schedule_decodes(batch)
-        num_tokens = batch.num_decodes + sum(batch.num_drafts.values())
-        num_left = self._config.max_num_batched_tokens - num_tokens
+        num_left = self._config.max_num_batched_tokens - batch.num_decodes
         budget = self._targets.chunk_budget(batch, num_left, self.num_running)
-        if self._fair is not None:
-            self._schedule_fairly(self._fair, batch, budget, now)
-        else:
-            for sequence in self._prefilling:
-                self._schedule_chunk(batch, sequence, budget)
-            self._admit_waiting(batch, budget, now)
+        # Chunks of running prompts and waiting sequences in one order, where the policy has one: a
+        # prompt of a tenant that was served much waits for a newcomer's.
+        for sequence in self._waiting.in_order(self._prefilling):
+            self._admit_waiting(batch, budget, now, below=self._waiting.counter_of(sequence))
+            self._schedule_chunk(batch, sequence, budget)
+        self._admit_waiting(batch, budget, now)
 
     def update(self, sampled: SampledTokens) -> StepOutputs:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
@@ -220,9 +206,8 @@ class Scheduler:
         block_size = self._kv.block_size
         outputs = StepOutputs()
         failures = batch.failures(sampled)
-        token_ids, all_logprobs = self._drafts.accept(batch, sampled, outputs)
-        entries = all_logprobs or repeat(None, len(token_ids))
-        rows = zip(batch.sampling, token_ids, entries, strict=True)
+        entries = sampled.logprobs or repeat(None, len(sampled.token_ids))
+        rows = zip(batch.sampling, sampled.token_ids, entries, strict=True)
         # Looked up once: this loop is most of what a step costs.
         finished = Status.FINISHED
         add_request, add_index = outputs.request_ids.append, outputs.indices.append
@@ -252,10 +237,7 @@ class Scheduler:
             add_index(sequence.index)
             add_token(token_id)
             add_num_cached(sequence.num_cached_tokens)
-        if self._fair is not None:
-            self._charge_outputs(self._fair, batch, sampled)
-        for row, num in sampled.num_drafts.items():
-            self._drafts.announce(batch.sampling[row], num)
+        self._waiting.charge_outputs(batch.sampling)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
             for output in self._end_prompt_only(sequence, reason):
@@ -285,7 +267,7 @@ class Scheduler:
         for outside in (self._samples, self._unready):
             if outside:
                 num_waiting += sum(map(len, outside.values()))
-        return num_waiting + (len(self._loads) if self._loads is not None else 0)
+        return num_waiting + len(self._loads)
 
     def is_open(self, request_id: RequestId) -> bool:
         """Whether any of its answers has not ended."""
@@ -310,9 +292,9 @@ class Scheduler:
             recomputed_tokens_total=self._recomputed_tokens,
             invalid_logits_total=self._invalid_logits,
             out_of_reach_total=self._targets.num_out_of_reach,
-            fairness_index=self._fair.index if self._fair is not None else None,
+            fairness_index=self._waiting.fairness,
             more_groups=tuple(more),
-            tier=self._loads.stats() if self._loads is not None else None,
+            tier=self._loads.stats(),
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
         )
 
@@ -347,15 +329,10 @@ class Scheduler:
     def _ahead_of(self, sequence: Sequence) -> Ahead:
         """What a sequence that arrives finds."""
         admission = self._kv.plan(sequence)
-        sequence.num_cached_at_arrival = admission.num_computed
-        if self._loads is not None:
-            num_cached = self._loads.num_within_reach(sequence, admission.num_computed)
-            sequence.num_cached_at_arrival = num_cached
+        num_cached = self._loads.num_within_reach(sequence, admission.num_computed)
+        sequence.num_cached_at_arrival = num_cached
         waiting = list(self._waiting.are_ahead(sequence))
-        prefilling: Iterable[Sequence] = self._prefilling
-        if self._fair is not None:  # chunks of other tenants make room for it
-            own = sequence.request.tenant
-            prefilling = [each for each in prefilling if each.request.tenant == own]
+        prefilling = self._waiting.not_yielding(self._prefilling, sequence)
         chunks = [(each.num_computed, each.num_to_compute) for each in prefilling]
         for each in waiting:
             num_cached = each.num_cached_at_arrival
@@ -381,43 +358,27 @@ class Scheduler:
 
     # How a step is scheduled.
 
-    def _make_places(self, fair: FairQueue) -> None:
+    def _make_places(self) -> None:
         """Preempts a few, one for each of the next tenant's sequences that is to have its place."""
-        waiting = fair.peek()
+        if not self._waiting.makes_places or self._config.batching is not Batching.CONTINUOUS:
+            return  # nobody joins a batch that runs
+        waiting = self._waiting.peek()
         if waiting is None or waiting.num_in_flight:
             return
-        if self._config.batching is not Batching.CONTINUOUS:
-            return  # nobody joins a batch that runs
-        for num_places in range(fair.num_at_once(waiting, self._config.max_num_batched_tokens)):
+        most = self._waiting.num_at_once(waiting, self._config.max_num_batched_tokens)
+        for num_places in range(most):
             if len(self._free_slots) > num_places and self._has_blocks(waiting):
                 continue
             running = [*self._decoding, *self._prefilling]
-            loser = fair.in_place_of(running, waiting, num_places)
+            loser = self._waiting.in_place_of(running, waiting, num_places)
             if loser is None:
                 return
             self._preempt(loser)
-
-    def _schedule_fairly(
-        self, fair: FairQueue, batch: Batch, budget: ChunkBudget, now: float
-    ) -> None:
-        """Chunks of running prompts and waiting sequences in one order, that of their tenants: a
-        prompt of one that was served much waits for a newcomer's."""
-        for sequence in fair.in_order(self._prefilling):
-            self._admit_waiting(batch, budget, now, below=fair.counter_of(sequence))
-            self._schedule_chunk(batch, sequence, budget)
-        self._admit_waiting(batch, budget, now)
-
-    def _charge_outputs(self, fair: FairQueue, batch: Batch, sampled: SampledTokens) -> None:
-        for row, sequence in enumerate(batch.sampling):
-            if sequence.status is not Status.FINISHED:
-                num_drafts = len(sampled.accepted.get(row, ()))
-                fair.tenant_of(sequence).charge(OUTPUT_TOKEN * (1 + num_drafts))
 
     def _schedule_decodes(self, batch: Batch) -> None:
         """One token for each decoding sequence that may have more than the one in flight."""
         block_size = self._kv.block_size
         candidates = [s for s in self._decoding if s.num_computed < s.max_length - 1]
-        candidates = self._drafts.without_verifying(candidates)
         if self._num_cohorts > 1:
             candidates = self._cohort(candidates)
         if self._kv.has_windows:
@@ -440,7 +401,6 @@ class Scheduler:
         batch.num_decodes = len(ready)
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
-        self._drafts.schedule(batch)
 
     def _cohort(self, candidates: list[Sequence]) -> list[Sequence]:
         """Those of this step, where several stages compute different steps at the same time.
@@ -466,17 +426,13 @@ class Scheduler:
             ready = [sequence for sequence in ready if sequence is not loser]
 
     def _preempt_one(self) -> Sequence:
-        running = [*self._decoding, *self._prefilling]
-        fair = self._fair
-        loser = fair.victim(running) if fair is not None else victim(running, self._config.policy)
+        loser = self._waiting.victim([*self._decoding, *self._prefilling])
         self._preempt(loser)
         return loser
 
     def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: ChunkBudget) -> None:
         """A row with as much of the prompt as the budget allows."""
-        wanted = sequence.num_to_compute
-        if self._fair is not None:
-            wanted = int(min(wanted, self._fair.most_of(sequence)))
+        wanted = int(min(sequence.num_to_compute, self._waiting.most_of(sequence)))
         if self._kv.has_windows:
             num_coverable = self._kv.num_coverable(sequence)
             if num_coverable <= 0:
@@ -496,9 +452,7 @@ class Scheduler:
         batch.num_tokens.append(num_tokens)
         num_again = sequence.run_chunk(num_tokens)
         self._recomputed_tokens += num_again
-        if self._fair is not None:
-            self._fair.tenant_of(sequence).charge(PROMPT_TOKEN * (num_tokens - num_again))
-            self._fair.spend(sequence, num_tokens)
+        self._waiting.on_chunk(sequence, num_tokens, num_again)
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
@@ -536,19 +490,16 @@ class Scheduler:
                 return  # they are for the prompts that run
             if not (may_start or _belongs_to_batch(sequence)):
                 return
-            if below is not None and self._counter_of(sequence) >= below:
+            if below is not None and self._waiting.counter_of(sequence) >= below:
                 return
-            if self._fair is not None and not (is_closed or self._fair.most_of(sequence)):
+            if not (is_closed or self._waiting.most_of(sequence)):
                 return
-            if self._loads is not None and self._loads.begin(sequence, self.num_running, now):
+            if self._loads.begin(sequence, self.num_running, now):
                 self._waiting.remove(sequence)
                 continue
             if not self._admit(batch, sequence, now):
                 return
             self._schedule_chunk(batch, sequence, budget)
-
-    def _counter_of(self, sequence: Sequence) -> float:
-        return 0.0 if self._fair is None else self._fair.counter_of(sequence)
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         """Whether it could be admitted, as far as blocks are concerned."""
@@ -579,15 +530,11 @@ class Scheduler:
                     sequence.predicted_ttft_s,
                 )
             )
-            if self._fair is not None:
-                service = CACHED_TOKEN * admission.num_computed
-                self._fair.tenant_of(sequence).charge(service)
-        if self._loads is not None:
-            self._loads.on_admission(sequence, admission.num_computed)
+            self._waiting.charge_cached(sequence, admission.num_computed)
+        self._loads.on_admission(sequence, admission.num_computed)
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
-        if self._fair is not None:
-            self._fair.on_run(sequence)
+        self._waiting.on_run(sequence)
         self._targets.on_run(sequence)
         self._prefilling[sequence] = None
         batch.assignments.append(
@@ -680,13 +627,12 @@ class Scheduler:
             parked.remove(sequence)
         elif sequence in self._unready.get(request_id, ()):
             self._unready[request_id].remove(sequence)
-        elif self._loads is not None and sequence in self._loads:
+        elif sequence in self._loads:
             self._loads.remove(sequence)
         else:
             self._waiting.remove(sequence)
         self._targets.on_end(sequence, reason)
-        if self._fair is not None:
-            self._fair.close(sequence.request.tenant)
+        self._waiting.close(sequence.request.tenant)
         sequence.finish(reason)
         self._release_samples(sequence)
         sequence.fork_parent = None  # no chain of dead sequences
@@ -709,10 +655,8 @@ class Scheduler:
             del self._decoding[sequence]
         else:
             del self._prefilling[sequence]
-        if self._fair is not None:
-            self._fair.on_leave(sequence)
+        self._waiting.on_leave(sequence)
         self._targets.on_leave(sequence)
-        self._drafts.forget(sequence)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
 

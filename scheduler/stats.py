@@ -173,9 +173,9 @@ class StepClass(StrEnum):
 class StepWork(NamedTuple):
     """What one step has to compute and read.
 
-    num_decode_tokens: drafts included. num_sampled: tokens that go through the output layer, to
-    sample or to verify a draft. num_scored: prompt tokens that do so besides. attention: for each
-    of the model's windows, in its order. num_experts: experts of a mixture that the step's tokens
+    num_sampled: tokens that go through the output layer, to sample. num_scored: prompt tokens that
+    do so besides. attention: for each of the model's windows, in its order. num_experts: experts
+    of a mixture that the step's tokens
     were routed to, summed over the layers; None where that is not known. num_padding: see
     `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk. adapter_bytes: of
     the LoRA adapters that the step reads.
@@ -226,22 +226,17 @@ def work_of(
     num_decodes, num_rows = batch.num_decodes, len(batch.slots)
     num_chunks, num_tokens = num_rows - num_decodes, sum(batch.num_tokens)
     num_prefill_tokens = sum(batch.num_tokens[num_decodes:]) if num_chunks else 0
-    num_decode_tokens = num_tokens - num_prefill_tokens
-    num_drafts = num_decode_tokens - num_decodes
-    # Rows of one token, which nearly all decodes are, need no arithmetic of their own.
-    num_short = 0 if num_drafts else num_decodes
-    short, long = batch.starts, []
-    if num_short < num_rows:
-        short = batch.starts[:num_short]
-        long = list(zip(batch.starts[num_short:], batch.num_tokens[num_short:], strict=True))
-    num_long_decodes = num_decodes - num_short
+    decodes, chunks = batch.starts, []
+    if num_chunks:
+        decodes = batch.starts[:num_decodes]
+        chunks = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
     return StepWork(
         num_prefill_tokens,
-        num_decode_tokens,
+        num_decodes,
         num_rows,
-        num_decode_tokens + sum(batch.samples[num_decodes:]),
+        num_decodes + sum(batch.samples[num_decodes:]),
         batch.num_scored,
-        tuple([_attention_work(short, long, num_long_decodes, window) for window in windows]),
+        tuple([_attention_work(decodes, chunks, window) for window in windows]),
         None,
         graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
         num_chunks,
@@ -249,13 +244,10 @@ def work_of(
 
 
 def _attention_work(
-    decodes: Sequence[int],
-    rows: Sequence[tuple[int, int]],
-    num_long_decodes: int,
-    window: int | None,
+    decodes: Sequence[int], rows: Sequence[tuple[int, int]], window: int | None
 ) -> AttentionWork:
-    """decodes: positions. rows: (first position, tokens) of num_long_decodes decodes with drafts,
-    then of chunks. A query at position p attends to p + 1 keys, or as many as the window has: a
+    """decodes: positions. rows: (first position, tokens) of chunks. A query at position p attends
+    to p + 1 keys, or as many as the window has: a
     row's keys begin with those of its first query."""
     if window is None:
         keys = sum(decodes) + len(decodes)
@@ -265,7 +257,7 @@ def _attention_work(
         return AttentionWork(
             context_tokens=keys + sum(contexts),
             pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in rows),
-            decode_context_tokens=keys + sum(contexts[:num_long_decodes]),
+            decode_context_tokens=keys,
         )
     keys = sum(min(start + 1, window) for start in decodes)
     pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
@@ -274,7 +266,7 @@ def _attention_work(
     return AttentionWork(
         context_tokens=keys + sum(contexts),
         pairs=keys + pairs - unseen,
-        decode_context_tokens=keys + sum(contexts[:num_long_decodes]),
+        decode_context_tokens=keys,
     )
 
 

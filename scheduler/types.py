@@ -14,13 +14,6 @@ from penstock.scheduler.prompt_logprobs import PackedLogprobs
 RequestId = NewType("RequestId", str)
 
 
-class Tier(StrEnum):
-    """Memory that holds blocks of keys and values; each tier counts its blocks from 0."""
-
-    DEVICE = "device"  # where attention reads them: the blocks of block tables
-    HOST = "host"
-
-
 class Pooling(StrEnum):
     """Which states of the last layer make the embedding of a prompt."""
 
@@ -171,15 +164,12 @@ class TableUpdate(NamedTuple):
 class BlockCopy(NamedTuple):
     """Block `target` gets the content of block `source` before this step writes anything.
 
-    Each is a block id of its tier, in the pool of one group of layers; the copies of a step are
-    made at once, so that none reads what another writes. The scheduler schedules copies within the
-    device alone.
+    Both are in the pool of one group of layers; the copies of a step are made at once, so that none
+    reads what another writes.
     """
 
     source: int
     target: int
-    source_tier: Tier = Tier.DEVICE
-    target_tier: Tier = Tier.DEVICE
     group: int = 0
 
 
@@ -201,9 +191,8 @@ class ScheduledBatch(NamedTuple):
     id is written there, at the position after its row, by the step that samples it. So the next
     step can be scheduled and launched before the host has learned the id.
 
-    The first num_decodes rows are decodes: each runs the last known token, then as many of the
-    drafts that the executor announced for it (`SampledTokens.num_drafts`) as num_tokens[i] - 1, and
-    samples. A later row, a prefill chunk, samples where samples[i] is true, which is where it ends
+    The first num_decodes rows are decodes: each runs the last known token, and samples. A later
+    row, a prefill chunk, samples where samples[i] is true, which is where it ends
     its prompt and its answer may have a token.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
@@ -244,21 +233,10 @@ class PromptOutput(NamedTuple):
     embedding: bytes | None
 
 
-class AcceptedDraft(NamedTuple):
-    """A draft id that the model accepted, and its logprobs where the row wants them."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
 class SampledTokens(NamedTuple):
     """What a step sampled: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row wants them, else one entry per id, None for rows that do not.
-    accepted: by sampling row, the drafts that the model accepted, in order; the row's own id comes
-    after them, at the position after the last accepted one. num_drafts: by sampling row, how many
-    draft ids the executor has written to its token table after the row's own id. Those of a row
-    whose sequence is in the next launched step already are out of date and are not verified.
     failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are
     void. prompts: one for each row that ends a prompt with a prompt_request (see SlotAssignment),
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
@@ -271,8 +249,6 @@ class SampledTokens(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None = None
     failed: Mapping[int, FinishReason] = {}
     prompts: tuple[PromptOutput | None, ...] = ()
-    accepted: Mapping[int, list[AcceptedDraft]] = {}
-    num_drafts: Mapping[int, int] = {}
     num_experts: int | None = None
     adapter_bytes: int = 0
     computed_s: float | None = None

@@ -84,7 +84,7 @@ from penstock.engine.sampling.grammar import Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
-from penstock.engine.step.executor import device_copies
+from penstock.engine.step.executor import block_copies
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.cache.journal import BlockJournal
@@ -435,7 +435,7 @@ class CpuExecutor:
                 pool.reach(update.block_id for update in updates)
                 slots, indices, blocks, _ = self._tensor(updates).unbind(1)
                 self._group_tables[group][slots, indices] = blocks.to(torch.int32)
-            if copies := device_copies(batch.copies, group):
+            if copies := block_copies(batch.copies, group):
                 pool.copy(copies)
 
     def _run(self, batch: ScheduledBatch) -> SampledTokens:

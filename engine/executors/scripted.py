@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from penstock.engine.memory.pool.kept import KeptMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory
 from penstock.engine.sampling.grammar_table import GrammarTable
-from penstock.engine.step.executor import PendingTokens, check_no_adapter, device_copies
+from penstock.engine.step.executor import PendingTokens, block_copies, check_no_adapter
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.tier import BlockTier
@@ -246,12 +246,12 @@ class ScriptedExecutor:
             block_ids = self._slots[slot_id].tables[group]
             block_ids[index : index + 1] = [block_id]
         for group, pools in enumerate(self._pools):
-            for source, target in device_copies(batch.copies, group):
+            for source, target in block_copies(batch.copies, group):
                 for pool in pools:
                     pool[target * size : (target + 1) * size] = pool[
                         source * size : (source + 1) * size
                     ]
-        copies = device_copies(batch.copies, len(self._pools))
+        copies = block_copies(batch.copies, len(self._pools))
         for each in self._states:
             copied = [(target, each[source]) for source, target in copies]
             for target, value in copied:

@@ -21,7 +21,6 @@ from penstock.scheduler.types import (
     RequestId,
     SampledTokens,
     ScheduledBatch,
-    Tier,
 )
 
 
@@ -94,13 +93,6 @@ def check_no_adapter(request: Request) -> None:
         raise UnknownAdapter(request.adapter)
 
 
-def device_copies(copies: Sequence[BlockCopy], group: int = 0) -> list[tuple[int, int]]:
-    """(source, target) of copies within the device, for executors that have no other tier.
-
-    group: of layers, of which these are wanted.
-    """
-    for copy in copies:
-        assert (copy.source_tier, copy.target_tier) == (Tier.DEVICE, Tier.DEVICE), (
-            f"this executor holds blocks on the device alone, and cannot do {copy}"
-        )
+def block_copies(copies: Sequence[BlockCopy], group: int = 0) -> list[tuple[int, int]]:
+    """(source, target) of the copies in the pool of one group of layers."""
     return [(copy.source, copy.target) for copy in copies if copy.group == group]

@@ -223,12 +223,6 @@ class KVCache:
         for index, each in self._windowed:
             each.slide(sequence.tables[index], sequence.num_computed)
 
-    def trim(self, sequence: Sequence) -> None:
-        """Frees the blocks at the end of its tables that hold none of its computed tokens."""
-        assert not self._states, "a recurrent state cannot go back to before rejected drafts"
-        for index, each in self._with_blocks:
-            each.trim(sequence.tables[index], sequence.num_computed)
-
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Makes full blocks findable whose tokens are known and computed by launched steps."""
         if not self._enable_prefix_caching:

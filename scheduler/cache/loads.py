@@ -142,7 +142,7 @@ class Loads:
             self._count(hit_tokens_total=max(0, num_cached - sequence.num_cached_before_load))
             sequence.num_cached_before_load = None
 
-    def stats(self) -> TierStats:
+    def stats(self) -> TierStats | None:
         own = self._counts
         return self._tier.stats()._replace(
             query_tokens_total=own.query_tokens_total,
@@ -212,3 +212,34 @@ class Loads:
         self._counts = counts._replace(
             **{name: getattr(counts, name) + num for name, num in more.items()}
         )
+
+
+class _NoLoads(Loads):
+    """Without a tier nothing is loaded."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return False
+
+    def num_within_reach(self, sequence: Sequence, num_cached: int) -> int:
+        return num_cached
+
+    def begin(self, sequence: Sequence, num_reserved: int, now: float) -> bool:
+        return False
+
+    def arrived(self, now: float) -> list[Sequence]:
+        return []
+
+    def on_admission(self, sequence: Sequence, num_cached: int) -> None:
+        pass
+
+    def stats(self) -> TierStats | None:
+        return None
+
+
+NO_LOADS = _NoLoads()

@@ -141,13 +141,6 @@ class Sequence:
         assert self.status is Status.PREFILLING and not self.num_to_compute
         self.status = Status.DECODING
 
-    def reject_drafts(self, num_rejected: int) -> None:
-        """The keys and values of its last num_rejected computed tokens are not of its text."""
-        if self.is_running:
-            self.num_computed -= num_rejected
-        else:  # preempted since
-            self.num_ever_computed -= num_rejected
-
     def preempt(self) -> None:
         """Keeps its tokens; their keys and values are recomputed later."""
         assert self.is_running

@@ -16,7 +16,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from penstock.scheduler.cache.sequence import Sequence
+from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.config import Policy
 from penstock.scheduler.policy.queue import OrderedQueue, PriorityQueue, WaitingQueue
 
@@ -201,6 +201,25 @@ class FairQueue(WaitingQueue):
 
     # Running sequences.
 
+    makes_places = True
+
+    @property
+    def fairness(self) -> float:
+        return self.index
+
+    def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        self.tenant_of(sequence).charge(CACHED_TOKEN * num_tokens)
+
+    def charge_outputs(self, sampling: Iterable[Sequence]) -> None:
+        for sequence in sampling:
+            if sequence.status is not Status.FINISHED:
+                self.tenant_of(sequence).charge(OUTPUT_TOKEN)
+
+    def not_yielding(self, running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:
+        """Chunks of other tenants make room for it."""
+        own = sequence.request.tenant
+        return [each for each in running if each.request.tenant == own]
+
     def on_run(self, sequence: Sequence) -> None:
         self.tenant_of(sequence).num_running += 1
         self._num_running += 1
@@ -277,8 +296,8 @@ class FairQueue(WaitingQueue):
         """
         return self._quantum_left if self._is_greedy(sequence) else math.inf
 
-    def spend(self, sequence: Sequence, num_tokens: int) -> None:
-        """It runs so many tokens of its prompt."""
+    def on_chunk(self, sequence: Sequence, num_tokens: int, num_again: int) -> None:
+        self.tenant_of(sequence).charge(PROMPT_TOKEN * (num_tokens - num_again))
         if self._num_recent == 1:
             return
         if self._is_greedy(sequence):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.scheduler.cache.sequence import Sequence
-from penstock.scheduler.config import Batching, Policy
+from penstock.scheduler.config import Batching
 
 # Static and dynamic batching start a batch when it is full, or when its oldest request has waited
 # this long, so that none waits for ever. 50 ms is a usual maximum delay of dynamic batchers; a
@@ -102,6 +102,74 @@ class WaitingQueue:
         """Those that are to be admitted before this one, as things are."""
         return self._queue.are_ahead(sequence)
 
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        """The sequence to preempt: the cheapest to recompute.
+
+        The one with the most computed tokens is preempted last, so it always continues: memory
+        pressure slows the others but never stops all.
+        """
+        return min(running, key=lambda seq: (seq.num_computed, -seq.order))
+
+    # What a policy that divides the service between tenants does besides; others do nothing.
+
+    makes_places = False
+    """Whether running sequences are preempted for waiting ones."""
+
+    @property
+    def fairness(self) -> float | None:
+        """The fairness index, from 0 to 1."""
+        return None
+
+    def open(self, tenant: str, num_sequences: int) -> None:
+        """A request of this tenant arrives."""
+
+    def close(self, tenant: str, num_sequences: int = 1) -> None:
+        """Sequences of this tenant have ended."""
+
+    def begin_step(self, now: float) -> None:
+        """The next step is about to be scheduled."""
+
+    def on_run(self, sequence: Sequence) -> None:
+        """It is admitted."""
+
+    def on_leave(self, sequence: Sequence) -> None:
+        """It no longer runs."""
+
+    def on_chunk(self, sequence: Sequence, num_tokens: int, num_again: int) -> None:
+        """It runs so many tokens of its prompt, num_again of them for a second time."""
+
+    def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """It begins with so many tokens that need not be computed."""
+
+    def charge_outputs(self, sampling: Iterable[Sequence]) -> None:
+        """These have had a token each."""
+
+    def counter_of(self, sequence: Sequence) -> float:
+        """The service that its tenant has had."""
+        return 0.0
+
+    def most_of(self, sequence: Sequence) -> float:
+        """The most of its prompt's tokens that the step may run yet."""
+        return math.inf
+
+    def in_order(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """In the order in which their prompts go on."""
+        return list(running)
+
+    def not_yielding(self, running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:
+        """Those whose chunks make no room for a sequence that arrives."""
+        return list(running)
+
+    def num_at_once(self, sequence: Sequence, max_tokens: int) -> int:
+        """How many of its tenant, which waits and is the first, may be given places in a step."""
+        return 0
+
+    def in_place_of(
+        self, running: Iterable[Sequence], sequence: Sequence, num_places: int
+    ) -> Sequence | None:
+        """The one that must leave for this one to be admitted; None where there is none."""
+        return None
+
 
 class PriorityQueue(WaitingQueue):
     """The lowest `priority` first, and now and then the oldest, so that none waits for ever."""
@@ -134,17 +202,10 @@ class PriorityQueue(WaitingQueue):
         super().remove(sequence)
         self._by_age.remove(sequence)
 
-
-def victim(running: Iterable[Sequence], policy: Policy) -> Sequence:
-    """The sequence to preempt: of the lowest priority, among equals the cheapest to recompute.
-
-    The one with the most computed tokens of the highest priority is preempted last, so it always
-    continues: memory pressure slows the others but never stops all. One that was admitted because
-    it had waited longest is of the highest priority.
-    """
-    if policy is Policy.PRIORITY:
+    def victim(self, running: Iterable[Sequence]) -> Sequence:
+        """Of the lowest priority, among equals the cheapest to recompute. One that was admitted
+        because it had waited longest is of the highest priority."""
         return min(running, key=lambda seq: (_standing(seq), seq.num_computed, -seq.order))
-    return min(running, key=lambda seq: (seq.num_computed, -seq.order))
 
 
 def _standing(sequence: Sequence) -> float:

@@ -29,8 +29,9 @@ def flood(driver: Driver, tenant: str, num: int, *, prompt: int = 20, max_tokens
 
 
 def fair(driver: Driver) -> FairQueue:
-    assert driver.scheduler._fair is not None
-    return driver.scheduler._fair
+    queue = driver.scheduler._waiting
+    assert isinstance(queue, FairQueue)
+    return queue
 
 
 def num_ended(driver: Driver) -> Counter[str]:

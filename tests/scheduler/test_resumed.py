@@ -16,8 +16,8 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 class Engines:
     """One engine after another, each of which gets what the one before it had not finished."""
 
-    def __init__(self, requests: list[Request], *, num_blocks: int = 64, drafts: bool = False):
-        self._options = {"num_blocks": num_blocks, "drafts": drafts}
+    def __init__(self, requests: list[Request], *, num_blocks: int = 64):
+        self._options = {"num_blocks": num_blocks}
         self.requests = requests
         self.tokens: dict[tuple[str, int], list[int]] = {
             (request.id, index): [] for request in requests for index in range(request.n)
@@ -93,12 +93,11 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     requests=_requests(),
     steps=st.lists(st.integers(0, 12), max_size=6),
     num_blocks=st.sampled_from([32, 40, 200]),
-    drafts=st.booleans(),
 )
 def test_any_crashes_change_no_token_and_report_nothing_twice(
-    requests: list[Request], steps: list[int], num_blocks: int, drafts: bool
+    requests: list[Request], steps: list[int], num_blocks: int
 ) -> None:
-    engines = Engines(requests, num_blocks=num_blocks, drafts=drafts)
+    engines = Engines(requests, num_blocks=num_blocks)
     for num_steps in steps:
         if not engines.run(num_steps):
             break

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.scheduler.cache.sequence import Status
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.policy.fairness import FairQueue
 from penstock.scheduler.types import FinishReason, Pooling, Request
-from tests.support.scheduling import DraftingExecutor, Driver, make_request, run_alone
+from tests.support.scheduling import Driver, make_request, run_alone
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
 
@@ -25,7 +26,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         policy=st.sampled_from(Policy),
         batching=st.sampled_from(Batching),
-        drafts=st.booleans(),
         groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         num_cohorts=st.sampled_from([1, 1, 2, 3]),
@@ -38,14 +38,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         policy: Policy,
         batching: Batching,
-        drafts: bool,
         groups: tuple[int | None, ...],
         num_states: int,
         num_cohorts: int,
         data: st.DataObject,
     ) -> None:
         self.windows, self.num_states = groups, num_states
-        self.drafts = drafts = drafts and not num_states and num_cohorts == 1
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
             data.draw(
@@ -67,7 +65,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             config=config,
-            drafts=drafts,
             windows=groups,
             more_blocks=tuple(sizes[1:]),
             num_states=num_states,
@@ -177,8 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 first_read = kv.group.first_read(sequence.num_computed)
                 assert table.num_released * BLOCK_SIZE <= first_read
                 most = kv.group.most_blocks(MAX_MODEL_LEN, BLOCK_SIZE)
-                num_drafts = DraftingExecutor.MAX_DRAFTS if self.drafts else 0
-                assert table.num_held <= most + -(-num_drafts // BLOCK_SIZE)
+                assert table.num_held <= most
 
     @invariant()
     def no_sequence_writes_to_a_shared_block(self) -> None:
@@ -203,9 +199,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def tenants_hold_what_is_theirs(self) -> None:
-        if not hasattr(self, "driver") or self.driver.scheduler._fair is None:
+        if not hasattr(self, "driver"):
             return
-        scheduler, fair = self.driver.scheduler, self.driver.scheduler._fair
+        scheduler, fair = self.driver.scheduler, self.driver.scheduler._waiting
+        if not isinstance(fair, FairQueue):
+            return
         is_open, is_running = Counter[str](), Counter[str]()
         for sequences in scheduler._requests.values():
             for sequence in sequences:

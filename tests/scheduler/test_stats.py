@@ -33,13 +33,6 @@ def test_a_window_counts_the_keys_that_a_walk_over_all_queries_finds() -> None:
                 assert work.pairs == sum(map(len, seen))
 
 
-def test_a_decode_with_drafts_counts_its_context_once() -> None:
-    batch = make_batch((0, 1), (9, 6), (3, 5), num_decodes=1, samples=(True, True))
-    (work,) = work_of(batch, (None,)).attention
-    assert work.decode_context_tokens == 12
-    assert work.context_tokens == 12 + 11
-
-
 def test_a_step_is_padded_to_the_next_graph_of_its_kind() -> None:
     sizes = GraphSizes(decodes=(1, 2, 4), chunks=(8,))
     decodes = [make_batch(tuple(range(n)), (5,) * n, (1,) * n, num_decodes=n) for n in (2, 3, 5)]

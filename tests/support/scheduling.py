@@ -3,18 +3,16 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
-from penstock.engine.executors.scripted import ScriptedExecutor, Slot, mix, scripted_info
+from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.memory.pool.kept import KeptMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.step.executor import PendingTokens
-from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.cache.group_cache import GroupCache
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
-    AcceptedDraft,
     Finish,
     Pooling,
     PromptOutput,
@@ -76,64 +74,6 @@ def make_request(
     )
 
 
-class DraftingExecutor(ScriptedExecutor):
-    """Announces up to `MAX_DRAFTS` drafts after each id that it samples, of which some are wrong.
-
-    A decode row with drafts is computed whole, as a model would; then the drafts are compared with
-    what it samples one after the other, and the first wrong one ends the row.
-    """
-
-    MAX_DRAFTS = 4
-
-    def __init__(self, info: ModelInfo) -> None:
-        super().__init__(info, paranoid=True)
-        self._rows: dict[int, range] = {}  # by slot, the positions of the drafts to verify
-        self._accepted: dict[int, list[AcceptedDraft]] = {}
-        self._announced: dict[int, int] = {}
-
-    def execute(self, batch: ScheduledBatch) -> PendingTokens:
-        decodes = zip(
-            batch.slots, batch.starts, batch.num_tokens[: batch.num_decodes], strict=False
-        )
-        self._rows = {slot: range(start + 1, start + n) for slot, start, n in decodes}
-        self._accepted, self._announced = {}, {}
-        sampled = super().execute(batch).wait()
-        slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
-        accepted = {row: self._accepted[slot] for row, slot in enumerate(slots)}
-        num_drafts = {row: self._announced[slot] for row, slot in enumerate(slots)}
-        return Pending(
-            sampled._replace(
-                accepted={row: drafts for row, drafts in accepted.items() if drafts},
-                num_drafts={row: n for row, n in num_drafts.items() if n},
-            )
-        )
-
-    def _sample(self, number: int, length: int) -> int:
-        slot = self._slots[number]
-        accepted = self._accepted[number] = []
-        for position in self._rows.get(number, range(0)):
-            draft = slot.token_ids[position]
-            token_id = super()._sample(number, position)
-            if token_id != draft:
-                self._announced[number] = self._draft(slot, position)
-                return token_id
-            accepted.append(AcceptedDraft(draft, self._logprobs(slot, draft)))
-        token_id = super()._sample(number, length)
-        self._announced[number] = self._draft(slot, length)
-        return token_id
-
-    def _draft(self, slot: Slot, position: int) -> int:
-        """Writes drafts after the id at `position`, the last that is known. How many."""
-        digest = self._digest(slot, position)
-        count = digest % (self.MAX_DRAFTS + 1)
-        for next_position in range(position + 1, position + 1 + count):
-            digest = mix(digest, slot.token_ids[next_position - 1] + 1)
-            seeded = mix(digest, slot.seed) if slot.sampling.temperature > 0 else digest
-            is_wrong = digest % 5 == 0
-            slot.token_ids[next_position] = self._token_at(seeded, next_position) + is_wrong
-        return count
-
-
 class Pending:
     """A step that has run."""
 
@@ -158,7 +98,6 @@ class Driver:
         max_model_len: int = 128,
         config: SchedulerConfig | None = None,
         vocab_size: int = 512,
-        drafts: bool = False,
         kept: KeptMemory | None = None,
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
@@ -167,7 +106,7 @@ class Driver:
         events: KVEvents | None = None,
         num_cohorts: int = 1,
     ) -> None:
-        """drafts: on a `DraftingExecutor`. kept: where the pool is, else. windows, more_blocks,
+        """kept: where the pool is, else. windows, more_blocks,
         num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
         as many steps in flight."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
@@ -182,11 +121,7 @@ class Driver:
             more_blocks=more_blocks,
             num_states=num_states,
         )
-        self.executor: ScriptedExecutor = (
-            DraftingExecutor(info)
-            if drafts
-            else ScriptedExecutor(info, paranoid=True, kept=kept, make_tier=make_tier)
-        )
+        self.executor = ScriptedExecutor(info, paranoid=True, kept=kept, make_tier=make_tier)
         self.tier: DiskTier | None = self.executor.tier  # type: ignore[assignment]
         self.scheduler = Scheduler(
             config,

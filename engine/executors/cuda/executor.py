@@ -47,7 +47,7 @@ from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import failed_rows
 from penstock.engine.step.device_step import DeviceStep
-from penstock.engine.step.executor import check_no_adapter, device_copies
+from penstock.engine.step.executor import block_copies, check_no_adapter
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.cache.tier import BlockTier
@@ -375,7 +375,7 @@ class CudaExecutor:
         self._sampler.flush()
         if batch.copies:
             for group, pool in enumerate(self._pool.groups):
-                copies = self._tables.upload(device_copies(batch.copies, group))
+                copies = self._tables.upload(block_copies(batch.copies, group))
                 for keys, values in pool.pairs() if len(copies) else ():
                     copy_blocks(copies, keys, values)
             if self._states is not None:

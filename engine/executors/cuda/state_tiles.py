@@ -17,7 +17,7 @@ from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
 from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
 from penstock.engine.step.device_step import StateTiles
-from penstock.engine.step.executor import device_copies
+from penstock.engine.step.executor import block_copies
 from penstock.scheduler.types import ScheduledBatch
 
 # Numbers in each row of the lists, and before them: two, and two for the rows' alignment.
@@ -85,7 +85,7 @@ class DeviceStates:
         so in their order, as many at a time as do not depend on each other.
         """
         pairs: list[tuple[int, int]] = []
-        for source, target in device_copies(batch.copies, self._group):
+        for source, target in block_copies(batch.copies, self._group):
             if any(target in pair or source == pair[1] for pair in pairs):
                 self._copy(pairs)
                 pairs = []

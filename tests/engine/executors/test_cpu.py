@@ -16,7 +16,7 @@ from penstock.engine.ipc.process import build_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate, Tier
+from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
 from tests.support.compiler import needs_compiler
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
@@ -127,11 +127,8 @@ def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
     assert executor.execute(fork).wait().token_ids == expected
 
 
-def test_a_copy_to_the_host_and_an_adapter_are_refused(tiny: Path) -> None:
+def test_an_adapter_is_refused(tiny: Path) -> None:
     executor = CpuExecutor(engine_config(tiny), tiny)
-    to_host = make_batch((), (), (), copies=(BlockCopy(4, 8, target_tier=Tier.HOST),))
-    with pytest.raises(AssertionError, match="on the device alone"):
-        executor.execute(to_host)
     with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
         executor.prepare(make_request("a", 5, adapter="french"))
 
