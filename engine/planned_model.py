@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
-from penstock.engine.executors.loading import describe, of_ranks
+from penstock.engine.loading.start import describe, of_ranks
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
 from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits

@@ -43,7 +43,7 @@ _NEWS_S = 5.0
 class Start(msgspec.Struct, tag=True, frozen=True):
     """To a rank, first: what it is. store: the descriptor that the ranks meet in, in the process
     that has it. board: of `penstock.engine.ranks.board`, where each has a GPU; None on a CPU.
-    pools: see `penstock.engine.executors.rank_pools`."""
+    pools: see `penstock.engine.loading.rank_pools`."""
 
     config: EngineConfig
     rank: int

@@ -16,8 +16,9 @@ from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Step
-from penstock.engine.executors.rank_pools import rank_pools
 from penstock.engine.files.gguf.file import is_gguf
+from penstock.engine.loading.place import Place
+from penstock.engine.loading.rank_pools import rank_pools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage, num_passed
@@ -63,9 +64,8 @@ def build_parallel_executor(
         followers.on_end(membership.end)
     followers.is_waiting = True
     try:
-        executor = CpuExecutor(
-            config, Path(config.model), phases, membership.tensor, membership.pipeline, pools
-        )
+        place = Place(membership.tensor, membership.pipeline, pools)
+        executor = CpuExecutor(config, Path(config.model), phases, place)
         for pool in pools:
             os.close(pool)
         membership.everyone.barrier()

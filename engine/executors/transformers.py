@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
-from penstock.engine.executors.cpu import BANDWIDTH_PROBE_BYTES, CpuExecutor
+from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu
-from penstock.engine.executors.loading import Ledger, choose_device, choose_dtype, dtype_name
+from penstock.engine.loading.cpu import BANDWIDTH_PROBE_BYTES
+from penstock.engine.loading.start import Ledger, choose_device, choose_dtype, dtype_name
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,

@@ -151,8 +151,8 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 def _build_executor(config: EngineConfig, phases: Phases, followers: Followers | None) -> Executor:
     """followers: those of further ranks, where there are any, and not too many."""
     with phases.timed("import", "importing torch"):
-        from penstock.engine.executors.loading import choose_device
         from penstock.engine.hub.implementation import find_implementation
+        from penstock.engine.loading.start import choose_device
 
         device = choose_device(config.device)
         implementation = find_implementation(Path(config.model), config.model_impl)

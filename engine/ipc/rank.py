@@ -85,16 +85,12 @@ def _on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
     loaded then."""
     from penstock.engine.executors.cpu import CpuExecutor
     from penstock.engine.executors.parallel import join, wait_limit_s
+    from penstock.engine.loading.place import Place
 
     config = start.config
     membership = join(config, start.store, start.rank)
-    executor = CpuExecutor(
-        config,
-        Path(config.model),
-        group=membership.tensor,
-        pipeline=membership.pipeline,
-        rank_pools=start.pools,
-    )
+    place = Place(membership.tensor, membership.pipeline, start.pools)
+    executor = CpuExecutor(config, Path(config.model), place=place)
     membership.everyone.barrier()
     membership.wait_at_most(wait_limit_s(config))
     return lambda step: executor.follow(step.batch, step.sampled), executor.adapters

@@ -15,7 +15,8 @@ from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Step
 from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
-from penstock.engine.executors.rank_pools import rank_pools
+from penstock.engine.loading.place import Place
+from penstock.engine.loading.rank_pools import rank_pools
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.decoder.model import Model
 from penstock.engine.native.library import load_ranks_library
@@ -50,7 +51,7 @@ class RankThreads(ParallelExecutor):
         pools = rank_pools(layout_of(config)) if config.kv_offload_dir else ()
         start = partial(CpuExecutor, config, Path(config.model), None)
         futures = [
-            thread.submit(start, each.tensor, each.pipeline, pools)
+            thread.submit(start, Place(each.tensor, each.pipeline, pools))
             for thread, each in zip(threads, members, strict=True)
         ]
         self.ranks = _results(futures)

@@ -22,7 +22,9 @@ from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll, largest_step, small_steps
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
-from penstock.engine.executors.loading import (
+from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.loading.start import (
     Ledger,
     check_dtype,
     check_quantization,
@@ -37,8 +39,6 @@ from penstock.engine.executors.loading import (
     weight_bytes,
     weight_source,
 )
-from penstock.engine.kernels.attention.backends import make_attention
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import (
     MemoryBudget,

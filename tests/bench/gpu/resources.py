@@ -21,7 +21,7 @@ from tests.bench.gpu.goals import QWEN
 from tests.support.paths import MODEL_CONFIGS, ROOT
 
 FILE = Path(__file__).with_name("resources.json")
-_SOURCES = ("kernels", "attention")
+_SOURCES = ("kernels", "models/parts")
 _FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes", "loop")
 
 

@@ -182,7 +182,7 @@ def test_torch_computes_what_the_compiled_step_does_not(
         changed = reversed_config(ModelConfig.from_dir(tiny))
         monkeypatch.setattr(ModelConfig, "from_dir", lambda path: changed)
     else:
-        monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
+        monkeypatch.setattr("penstock.engine.loading.cpu.PlainLinear", NegatedLinear)
     executor = CpuExecutor(config, tiny)
     word = {"a feature": "Reversed", "a weight format": "'negated'"}[lacks]
     (message,) = caplog.messages
@@ -195,8 +195,8 @@ def test_info_counts_the_bytes_that_a_weight_format_stores(
 ) -> None:
     model = make_model("llama_biases")
     config = engine_config(save(model, tmp_path))
-    monkeypatch.setattr("penstock.engine.executors.cpu.PlainLinear", NegatedLinear)
-    monkeypatch.setattr("penstock.engine.executors.cpu.cpu_linear", lambda dtype: NegatedLinear)
+    monkeypatch.setattr("penstock.engine.loading.cpu.PlainLinear", NegatedLinear)
+    monkeypatch.setattr("penstock.engine.loading.cpu.cpu_linear", lambda dtype: NegatedLinear)
     embedding = 96 * 64  # the rest of the matrices are linear layers, stored in float64
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - embedding
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
@@ -267,10 +267,10 @@ def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
 def test_auto_is_bfloat16_wherever_the_step_is_compiled(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.executors.loading.computes_bfloat16", lambda device: False)
+    monkeypatch.setattr("penstock.engine.loading.start.computes_bfloat16", lambda device: False)
     config = engine_config(tiny, dtype=Dtype.AUTO)
     assert CpuExecutor(config, tiny).info.dtype == "bfloat16"
-    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     assert CpuExecutor(config, tiny).info.dtype == "float32"
 
 

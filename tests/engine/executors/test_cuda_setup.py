@@ -25,7 +25,7 @@ from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.first_steps import largest_step
 from penstock.engine.executors.cuda.setup import build_cuda_executor
-from penstock.engine.executors.loading import Ledger
+from penstock.engine.loading.start import Ledger
 from penstock.engine.memory.gpu_budget import (
     GIB,
     MemoryBudget,

@@ -78,7 +78,7 @@ def executor(request: pytest.FixtureRequest, model: Path) -> Executor:
         return build_cuda_executor(config, model, Interpreter())
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
+            patch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
         elif not HAS_COMPILER:
             pytest.skip("there is no C++ compiler")
         return CpuExecutor(config, model)
@@ -208,7 +208,7 @@ def test_no_answer_comes_from_what_overflows_in_float16(
     native: bool, weight: str, factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
-        monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
+        monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     elif not HAS_COMPILER:
         pytest.skip("there is no C++ compiler")
     model = make_model("llama2")

@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine.config import Dtype, LoadFormat, Quantization
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.executors.loading import check_quantization
+from penstock.engine.loading.start import check_quantization
 from penstock.engine.memory.host import Arena
 from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quantize import Rounder

@@ -61,7 +61,7 @@ def test_weights_in_fp8_that_are_no_numbers_are_refused(fp8: Path) -> None:
 def test_without_a_compiler_fp8_becomes_plain_and_the_log_says_what_that_costs(
     fp8: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.executors.cpu.load_library", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     plain = fp8.with_name("plain")
     expected = answer(CpuExecutor(engine_config(plain), plain), plain)
     assert "stored as" not in caplog.text

@@ -43,7 +43,7 @@ def test_two_ranks_answer_as_one_and_have_equal_bits(family: str, tmp_path: Path
 
 
 def test_so_do_ranks_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     ranks = assert_ranks_answer_alike(parallel_config(saved("olmo2", tmp_path)), 2, num_tokens=40)
     assert (ranks.info.computed_by or "").startswith("torch")
 
@@ -92,7 +92,7 @@ def test_stages_of_a_gguf_file_answer_as_one(tmp_path: Path) -> None:
 
 
 def test_ranks_round_their_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = saved("qwen2", tmp_path, vocab_size=97, intermediate_size=128)
     config = parallel_config(path, quantization=Quantization.INT8)

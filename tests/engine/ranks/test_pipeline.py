@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.executors import cpu
 from tests.support.compiler import needs_compiler
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
 from tests.support.tiny_models import make_model, save
@@ -18,7 +17,7 @@ def saved(family: str, path: Path, **options: Any) -> Path:
 
 
 def test_so_do_stages_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     config = parallel_config(saved("olmo2", tmp_path))
     ranks = assert_ranks_answer_alike(config, 1, 2, num_tokens=40)
     assert (ranks.info.computed_by or "").startswith("torch")

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.executors.loading import Widened, weight_bytes
 from penstock.engine.hub.gguf_check import check_gguf
 from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.loading.start import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
