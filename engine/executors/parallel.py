@@ -123,7 +123,7 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
     if layout.tensor_size > 1 and is_gguf(model_dir) and is_read:
         raise InvalidConfig(
             f"--tensor-parallel-size {layout.tensor_size}: the layers of a GGUF file cannot be "
-            "split over ranks so far; use the model's safetensors, or --pipeline-parallel-size"
+            "split over ranks; use the model's safetensors, or --pipeline-parallel-size"
         )
     model = ModelConfig.from_dir(model_dir)
     if layout.tensor_size > 1:

@@ -174,7 +174,7 @@ def check_offload(config: EngineConfig) -> None:
     """Raises InvalidConfig for a tier below the pools of several GPUs."""
     if flag := offload_flag(config):
         raise InvalidConfig(
-            f"{flags_of(layout_of(config))} cannot be combined with {flag} on GPUs so far, as each "
+            f"{flags_of(layout_of(config))} cannot be combined with {flag} on GPUs, as each "
             "rank would have to move its share of every block at the same step; leave one of the "
             "two out"
         )
@@ -185,7 +185,7 @@ def check_stages(layout: RankLayout, model: ModelConfig) -> None:
     if layout.num_stages > 1 and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--pipeline-parallel-size {layout.num_stages}: stages on GPUs do not pass on what "
-            "this model's per_layer_inputs are made of so far; use --tensor-parallel-size, or "
+            "this model's per_layer_inputs are made of; use --tensor-parallel-size, or "
             "--device cpu"
         )
 

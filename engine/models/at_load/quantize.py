@@ -75,7 +75,7 @@ def quantization_plan(
     if stage is not None and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--quantization is {method}, and a stage cannot round its own layers' rows of "
-            f"{PROJECTION} so far; leave it out, or --pipeline-parallel-size"
+            f"{PROJECTION}; leave it out, or --pipeline-parallel-size"
         )
     first_layer = 0 if stage is None else stage.layers.start
     return Plan.of(Scheme(method, model, first_layer), dtype, kept, stage)
