@@ -9,6 +9,7 @@ from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms, Scalar
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
@@ -26,6 +27,8 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     for layer in config.layers:
         if layer.experts and layer.norms.post and not layer.experts.is_beside_mlp:
             raise UnsupportedFeature(["experts with post_norms"], PATH)
+    if len({_shared_settings(layer) for layer in config.layers}) > 1:
+        raise UnsupportedFeature(["layers that differ in norms or activations"], PATH)
     odd = {name for name, size in _sizes(config) if size % 2}
     if odd and dtype is torch.bfloat16:
         raise UnsupportedFeature(odd, PATH)
@@ -43,8 +46,18 @@ def _lacks(part: Part) -> tuple[str, ...]:
         return attention.lacks(part)
     if isinstance(part, DeltaNet):
         return ("delta_net",)
+    if isinstance(part, Experts) and part.shared_size:
+        return ("shared_expert",)
     is_known = type(part) in (MLP, Experts, Norms, PerLayerInput, Scalar)
     return () if is_known else (type(part).__name__,)
+
+
+def _shared_settings(layer: Layer) -> tuple[object, ...]:
+    """Returns what step.cpp knows of the model alone, so that its layers must be alike in it."""
+    attention, parts = layer.attention, (layer.mlp, layer.experts)
+    heads = attention and (attention.norms_whole, attention.norms_values)
+    are_gelu = {part.activation.is_gelu for part in parts if part is not None}
+    return layer.norms.post, heads, frozenset(are_gelu)
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
+from penstock.engine.models.parts.activation import Activation
 from penstock.engine.native.features import check_features
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
+from tests.support.changed_models import changed
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear, coded, reversed_config
@@ -163,3 +166,19 @@ def test_a_flag_that_is_not_compiled_is_refused_by_name(tmp_path: Path) -> None:
     check_features(config, torch.float32)
     with pytest.raises(UnsupportedFeature, match="has Reversed, which the compiled CPU step"):
         check_features(reversed_config(config), torch.float32)
+
+
+def test_layers_that_the_compiled_step_would_take_for_equal_are_refused(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(save(make_model("llama2"), tmp_path))
+    other = changed(config, mlp={"activation": Activation(is_gelu=True)})
+    check_features(other, torch.float32)
+    mixed = replace(config, layers=(other.layers[0], *config.layers[1:]))
+    with pytest.raises(UnsupportedFeature, match="differ in norms or activations, which the comp"):
+        check_features(mixed, torch.float32)
+
+
+def test_a_shared_expert_is_not_compiled_and_refused_by_name(tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(save(make_model("qwen3_moe"), tmp_path))
+    check_features(config, torch.float32)
+    with pytest.raises(UnsupportedFeature, match="has shared_expert, which the compiled CPU step"):
+        check_features(changed(config, experts={"shared_size": 8}), torch.float32)
