@@ -1,10 +1,10 @@
-"""What LoRA adapters add to a linear layer's output: out += s B (A x), of each token its own.
+"""LoRA adapters of linear layers: out += s B (A x), with each token's own A and B.
 
 The adapters of all slots are in one tensor for each of A and B, so that a captured graph finds any
 of them: see `LowRanks`. The tokens that share an adapter are in tiles (`AdapterTiles`), so that a
 tile reads its adapter's weights once, whatever the order of the sequences. Two kernels compute it:
 A x in parts of the columns, then B of their sum. Nothing is added atomically, so a step that is run
-twice has the same bits. Of an adapter of a lower rank no more is read than it has.
+twice has the same bits. An adapter of a lower rank is read no further than that.
 
 Sources: Chen et al. 2023, Punica (arXiv:2310.18547); Sheng et al. 2023, S-LoRA (arXiv:2311.03285).
 """
@@ -22,7 +22,7 @@ from penstock.engine.step.device_step import AdapterTiles
 # Rows of a tile: the fewest that the matrix units take; and more, where a step has many tokens.
 _FEW_ROWS, _MANY_ROWS = 16, 64
 _MAX_TOKENS_OF_FEW = 256
-# Of A, what one program reads of a row while tiles are too few to occupy the device.
+# A program reads so many columns of A while tiles are too few to occupy the device.
 _SPLIT_COLUMNS = 1024
 _COLUMNS = 128
 _MAX_RANKS = 64
@@ -48,12 +48,12 @@ class LowRanks(NamedTuple):
 
 
 def tile_rows(num_tokens: int) -> int:
-    """Of a step of so many tokens."""
+    """Tiles of a step of so many tokens have so many rows."""
     return _FEW_ROWS if num_tokens <= _MAX_TOKENS_OF_FEW else _MANY_ROWS
 
 
 def most_tiles(num_tokens: int, num_slots: int) -> int:
-    """That so many tokens can be in."""
+    """The most tiles that so many tokens can be in."""
     return min(num_tokens, ceil_div(num_tokens, tile_rows(num_tokens)) + num_slots)
 
 
@@ -72,46 +72,17 @@ def add_low_rank(x: Tensor, changes: LowRanks, tiles: AdapterTiles, out: Tensor)
     parts = x.new_empty(num_tokens, splits, width, dtype=changes.scales.dtype)
     num_tiles = len(tiles.counts)
     _shrink[(projections * ceil_div(max_rank, ranks), splits, num_tiles)](
-        x,
-        changes.down,
-        changes.ranks,
-        *tiles[:4],
-        parts,
-        columns,
-        num_chunks,
-        num_slots,
-        width,
+        x, changes.down, changes.ranks, *tiles[:4], parts, columns, num_chunks, num_slots, width,
         splits,
-        MAX_RANK=max_rank,
-        ROWS=tiles.rows,
-        RANKS=ranks,
-        COLUMNS=chunk,
-        num_warps=4,
-        num_stages=3,
+        MAX_RANK=max_rank, ROWS=tiles.rows, RANKS=ranks, COLUMNS=chunk, num_warps=4, num_stages=3,
         **overlapped(),
-    )
+    )  # fmt: skip
     _expand[(len(changes.bands), num_tiles)](
-        parts,
-        changes.up,
-        changes.ranks,
-        changes.scales,
-        changes.bands,
-        *tiles[:4],
-        out,
-        outputs,
-        out.stride(0),
-        num_slots,
-        width,
-        splits,
-        MAX_RANK=max_rank,
-        ROWS=tiles.rows,
-        RANKS=ranks,
-        OUTPUTS=BAND,
-        ALIGNMENT=changes.alignment,
-        num_warps=4,
-        num_stages=3,
-        **overlapped(),
-    )
+        parts, changes.up, changes.ranks, changes.scales, changes.bands, *tiles[:4], out, outputs,
+        out.stride(0), num_slots, width, splits,
+        MAX_RANK=max_rank, ROWS=tiles.rows, RANKS=ranks, OUTPUTS=BAND, ALIGNMENT=changes.alignment,
+        num_warps=4, num_stages=3, **overlapped(),
+    )  # fmt: skip
 
 
 # Slices of one tensor, at any offset: see `tables._gather_chunks`.
@@ -122,25 +93,11 @@ _COUNTS = ["num_chunks", "num_slots", "width", "splits"]
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_UNALIGNED)
 def _shrink(
-    x,
-    down,
-    ranks,
-    order,
-    slots,
-    firsts,
-    counts,
-    parts,
-    columns,
-    num_chunks,
-    num_slots,
-    width,
+    x, down, ranks, order, slots, firsts, counts, parts, columns, num_chunks, num_slots, width,
     splits,
-    MAX_RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    MAX_RANK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """A x of a tile's rows: some ranks of one projection, over a part of the columns."""
     wait_for_kernels_before(PDL)
     tile = tl.program_id(2)
@@ -166,16 +123,10 @@ def _shrink(
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         is_column = column < columns
-        a = tl.load(
-            x + token[:, None] * columns + column[None, :],
-            mask=is_row[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            down + down_row[:, None] * columns + column[None, :],
-            mask=is_rank[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        source = x + token[:, None] * columns + column[None, :]
+        a = tl.load(source, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        source = down + down_row[:, None] * columns + column[None, :]
+        w = tl.load(source, mask=is_rank[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     part = (token * splits + tl.program_id(1)) * width + projection * MAX_RANK
     target = parts + part[:, None] + rank[None, :]
@@ -184,28 +135,11 @@ def _shrink(
 
 @triton.jit(do_not_specialize=_COUNTS[1:], do_not_specialize_on_alignment=[*_UNALIGNED, "scales"])
 def _expand(
-    parts,
-    up,
-    ranks,
-    scales,
-    bands,
-    order,
-    slots,
-    firsts,
-    counts,
-    out,
-    outputs,
-    out_stride,
-    num_slots,
-    width,
-    splits,
-    MAX_RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANKS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    parts, up, ranks, scales, bands, order, slots, firsts, counts, out, outputs, out_stride,
+    num_slots, width, splits,
+    MAX_RANK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Adds s B (A x) to a band of the outputs of a tile's rows."""
     wait_for_kernels_before(PDL)
     tile = tl.program_id(1)
@@ -234,11 +168,8 @@ def _expand(
         for _ in range(splits):
             reduced += tl.load(source, mask=mask, other=0.0)
             source += width
-        w = tl.load(
-            up + (slot * MAX_RANK + rank)[:, None] * outputs + output[None, :],
-            mask=is_rank[:, None] & is_output[None, :],
-            other=0.0,
-        )
+        source = up + (slot * MAX_RANK + rank)[:, None] * outputs + output[None, :]
+        w = tl.load(source, mask=is_rank[:, None] & is_output[None, :], other=0.0)
         total = tl.dot(reduced.to(w.dtype), w, total, input_precision="ieee")
     total *= tl.load(scales + projection * num_slots + slot)
     mask = is_row[:, None] & is_output[None, :]

@@ -73,36 +73,21 @@ def skinny_linear(
     chunk = max(16 * tile.warps, min(tile.chunk, next_power_of_2(columns)))
     assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
+    # Before its norm, a row times the norm's weight may exceed what float16 holds.
+    norm_first = norm is not None and x.dtype is torch.float16
+    # The left operand of a product has 16 rows at least: these, or the weight's.
+    rows = _FEW_ROWS if num_rows <= _FEW_ROWS and tile.outputs >= 16 else MAX_ROWS
+    # No more than there are chunks: shared memory decides how many programs fit.
+    num_stages = min(tile.stages, ceil_div(columns, chunk) + 1)
     _skinny[(ceil_div(outputs, tile.outputs),)](
-        x,
-        weight,
-        x if norm is None else norm,
-        x if bias is None else bias,
-        out if residual is None else residual,
-        out,
-        num_rows,
-        columns,
-        outputs,
-        out.stride(0),
-        eps,
+        x, weight, x if norm is None else norm, x if bias is None else bias,
+        out if residual is None else residual, out, num_rows, columns, outputs, out.stride(0), eps,
         ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
-        HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        # Before its norm, a row times the norm's weight may exceed what float16 holds.
-        NORM_FIRST=norm is not None and x.dtype is torch.float16,
-        IS_GATED=is_gated,
-        # The left operand of a product has 16 rows at least: these, or the weight's.
-        ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS and tile.outputs >= 16 else MAX_ROWS,
-        OUTPUTS=tile.outputs,
-        CHUNK=chunk,
-        WARPS=tile.warps,
-        FETCHING=FETCHING,
-        num_warps=tile.warps,
-        # No more than there are chunks: shared memory decides how many programs fit.
-        num_stages=min(tile.stages, ceil_div(columns, chunk) + 1),
+        HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        NORM_FIRST=norm_first, IS_GATED=is_gated, ROWS=rows, OUTPUTS=tile.outputs, CHUNK=chunk,
+        WARPS=tile.warps, FETCHING=FETCHING, num_warps=tile.warps, num_stages=num_stages,
         **overlapped(),
-    )
+    )  # fmt: skip
 
 
 def tile_of(outputs: int, num_rows: int) -> Tile:
@@ -148,41 +133,65 @@ def fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
     )
 
 
+@triton.jit
+def fetch_outputs(
+    weight, outputs, columns, ahead,
+    OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr, FETCHING: tl.constexpr,
+):  # fmt: skip
+    """Prefetches a program's rows of a weight, whose rows for up follow those of the gate."""
+    first = tl.program_id(0) * OUTPUTS
+    # Later programs start when their weights are wanted: too late to fetch ahead.
+    soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
+    fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
+    if IS_GATED:
+        fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
+
+
+@triton.jit
+def squares(x):
+    """The sum of each eight neighbouring columns' squares, x being (warps, rows, columns): so a
+    thread adds up its own."""
+    parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
+    return tl.sum(parts, 3)
+
+
+@triton.jit
+def inverse_rms(square, columns, eps):
+    """For each row, of its sums of squares, (warps, rows, parts): (rows,)."""
+    return tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
+
+
+@triton.jit
+def inputs(
+    x_row, norm, column, is_row, columns, inverse, square,
+    HAS_NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
+):  # fmt: skip
+    """x at these columns, (warps, 1, n), times its norm's weight; and the sum of its squares until
+    there. NORM_FIRST: x times `inverse` before that, instead of the sum."""
+    is_column = column < columns
+    a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
+    if HAS_NORM:
+        wide = a.to(tl.float32)
+        scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
+        if NORM_FIRST:
+            wide = wide * inverse[None, :, None]
+        else:
+            square += squares(wide)
+        a = (wide * scale).to(a.dtype)
+    return a, square
+
+
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _skinny(
-    x,
-    weight,
-    norm,
-    bias,
-    residual,
-    out,
-    num_rows,
-    columns,
-    outputs,
-    out_stride,
-    eps,
-    ahead,
-    HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WARPS: tl.constexpr,
-    FETCHING: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, norm, bias, residual, out, num_rows, columns, outputs, out_stride, eps, ahead,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    NORM_FIRST: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    CHUNK: tl.constexpr, WARPS: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """OUTPUTS outputs of all rows. Each warp multiplies its own columns of a chunk, so that the
     weight is read from shared memory once. What has 16 rows at least is the left operand."""
     if PDL:
-        first = tl.program_id(0) * OUTPUTS
-        # Later programs start when their weights are wanted: too late to fetch ahead.
-        soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
-        fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
-        if IS_GATED:
-            fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
+        fetch_outputs(weight, outputs, columns, ahead, OUTPUTS, IS_GATED, FETCHING)
     wait_for_kernels_before(PDL)
     PART: tl.constexpr = CHUNK // WARPS
     IS_LEFT: tl.constexpr = OUTPUTS >= 16
@@ -196,7 +205,6 @@ def _skinny(
     x_row = x + row[None, :, None] * columns
     acc = tl.zeros((WARPS, OUTPUTS, ROWS) if IS_LEFT else (WARPS, ROWS, OUTPUTS), tl.float32)
     acc_up = acc
-    # Of eight neighbouring columns, so that a thread adds up its own.
     square = tl.zeros((WARPS, ROWS, PART // 8), tl.float32)
     inverse = tl.full((ROWS,), 1.0, tl.float32)
     if NORM_FIRST:
@@ -204,21 +212,14 @@ def _skinny(
             column = (start + offset)[:, None, :]
             mask = is_row[None, :, None] & (column < columns)
             square += squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
-        inverse = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
+        inverse = inverse_rms(square, columns, eps)
     for start in range(0, columns, CHUNK):
         column = (start + offset)[:, None, :]
-        is_column = column < columns
-        mask = is_output[None, :, None] & is_column
+        mask = is_output[None, :, None] & (column < columns)
         w = tl.load(weight_row + column, mask=mask, other=0.0)
-        a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
-        if HAS_NORM:
-            wide = a.to(tl.float32)
-            scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
-            if NORM_FIRST:
-                wide = wide * inverse[None, :, None]
-            else:
-                square += squares(wide)
-            a = (wide * scale).to(a.dtype)
+        a, square = inputs(
+            x_row, norm, column, is_row, columns, inverse, square, HAS_NORM, NORM_FIRST
+        )
         acc = _add_product(w, a, acc, IS_LEFT)
         if IS_GATED:
             u = tl.load(up_row + column, mask=mask, other=0.0)
@@ -229,7 +230,7 @@ def _skinny(
         total = tl.trans(total)
         total_up = tl.trans(total_up)
     if HAS_NORM and not NORM_FIRST:
-        scale = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)[None, :]
+        scale = inverse_rms(square, columns, eps)[None, :]
         total = total * scale
         total_up = total_up * scale
     store_outputs(
@@ -240,21 +241,9 @@ def _skinny(
 
 @triton.jit
 def store_outputs(
-    total,
-    total_up,
-    x,
-    bias,
-    residual,
-    out,
-    output,
-    row,
-    outputs,
-    out_stride,
-    num_rows,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    IS_GATED: tl.constexpr,
-):
+    total, total_up, x, bias, residual, out, output, row, outputs, out_stride, num_rows,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
     """Writes (output, row) sums with what is fused to them; total_up: those of up, if gated."""
     kind = out.dtype.element_ty
     is_output = output < outputs
@@ -270,13 +259,6 @@ def store_outputs(
         total = total.to(kind).to(tl.float32)
         total += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + target, total.to(kind), mask=mask)
-
-
-@triton.jit
-def squares(x):
-    """Of (warps, rows, columns): the sum of each eight neighbouring columns' squares."""
-    parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
-    return tl.sum(parts, 3)
 
 
 @triton.jit

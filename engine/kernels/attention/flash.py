@@ -12,6 +12,7 @@ for what it requires of a block table.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,8 +80,11 @@ class FlashAttention:
         assert sinks is None
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)
         num, chunks = step.num_decodes, self._chunks[step.group]
-        # How many keys before and after its own a query sees.
-        window_size = (-1, -1) if window is None else (window - 1, 0)
+        options: dict[str, Any] = {
+            "causal": True,
+            # How many keys before and after its own a query sees.
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
+        }
         if num:
             mixed = self._decode(
                 query[:num].unsqueeze(1),
@@ -88,8 +92,7 @@ class FlashAttention:
                 values,
                 cache_seqlens=step.context_lens[:num],
                 block_table=self._decode_tables[step.group],
-                causal=True,
-                window_size=window_size,
+                **options,
             )
             out[:num].copy_(mixed.squeeze(1))
         if chunks is not None:
@@ -101,9 +104,8 @@ class FlashAttention:
                 cu_seqlens_k=chunks.key_starts,
                 max_seqlen_q=len(query) - num,
                 max_seqlen_k=chunks.block_tables.shape[1] * self._block_size,
-                causal=True,
-                window_size=window_size,
                 block_table=chunks.block_tables,
+                **options,
             )
             out[num:].copy_(mixed)
 

@@ -43,21 +43,36 @@ def gathered_attention(
         output[rows] = mixed.flatten(1, 2)
     for row in range(step.num_decodes, len(step.context_lens)):
         first, end = step.query_starts[row], step.query_starts[row + 1]
-        # Blocks behind the first token's window may be another sequence's.
-        start = step.context_lens[row] - (end - first)
-        skipped = 0 if window is None else max(0, start - window + 1) // block_size
-        context_len = step.context_lens[row] - skipped * block_size
-        table = step.block_tables[row : row + 1, skipped : skipped + -(-context_len // block_size)]
-        key = gather(keys, table, query.dtype)[:, :, :context_len]
-        value = gather(values, table, query.dtype)[:, :, :context_len]
-        mask = visible(step.positions[first:end] - skipped * block_size, context_len, window)
-        if sinks is not None:
-            key, value, mask = _with_sinks(key, value, mask[None, None], sinks.view(1, -1, 1, 1))
-        mixed = scaled_dot_product_attention(
-            query[None, first:end].transpose(1, 2), key, value, mask, enable_gqa=True
-        )
-        output[first:end] = mixed[0].transpose(0, 1)
+        output[first:end] = _chunk(query[first:end], keys, values, step, row, window, sinks)
     return output
+
+
+def _chunk(
+    query: Tensor,
+    keys: KVPages,
+    values: KVPages,
+    step: ModelInput,
+    row: int,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A prefill chunk's row: query and result are (tokens of the row, num_heads, head_dim)."""
+    first, end = step.query_starts[row], step.query_starts[row + 1]
+    block_size = keys.shape[1]
+    # Blocks behind the first token's window may be another sequence's.
+    start = step.context_lens[row] - (end - first)
+    skipped = 0 if window is None else max(0, start - window + 1) // block_size
+    context_len = step.context_lens[row] - skipped * block_size
+    table = step.block_tables[row : row + 1, skipped : skipped + -(-context_len // block_size)]
+    key = gather(keys, table, query.dtype)[:, :, :context_len]
+    value = gather(values, table, query.dtype)[:, :, :context_len]
+    mask = visible(step.positions[first:end] - skipped * block_size, context_len, window)
+    if sinks is not None:
+        key, value, mask = _with_sinks(key, value, mask[None, None], sinks.view(1, -1, 1, 1))
+    mixed = scaled_dot_product_attention(
+        query[None].transpose(1, 2), key, value, mask, enable_gqa=True
+    )
+    return mixed[0].transpose(0, 1)
 
 
 def _with_sinks(

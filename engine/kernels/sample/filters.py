@@ -218,6 +218,85 @@ def _search(
 
 
 @triton.jit
+def _listed_mass(
+    limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+    ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """The mass of the keys up to limit."""
+    lane = tl.arange(0, _WIDE_BLOCK)
+    mass = tl.zeros((_WIDE_BLOCK,), tl.int64)
+    for start in range(0, end, _WIDE_BLOCK):
+        key, _token = _entry(
+            start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            ADJUSTED,
+        )  # fmt: skip
+        mass += tl.where(key <= limit, _weight(key.to(tl.float32, bitcast=True)), 0)
+    return tl.sum(mass)
+
+
+@triton.jit
+def _limit(
+    masses, chunks, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+    CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """The largest key that survives a row's filters."""
+    limit = row * 0 + (_INF_BITS - 1)
+    if (flags & HAS_TOP_K) != 0:
+        need = tl.load(params + TOP_K).to(tl.int64)
+        limit = tl.minimum(limit, _search(
+            need, limit, False, end, num_listed, is_list, keys, list_ids, list_size, peak,
+            scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            ADJUSTED,
+        ))  # fmt: skip
+    if (flags & HAS_MIN_P) != 0:
+        limit = tl.minimum(limit, tl.load(params + MAX_Z))
+    if (flags & HAS_TOP_P) != 0:
+        total = _total(masses, row, chunks, CHUNKS)
+        if (flags & (HAS_TOP_K | HAS_MIN_P)) != 0:
+            total = _listed_mass(
+                limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+                ADJUSTED,
+            )  # fmt: skip
+        top_p = load_float(params + TOP_P).to(tl.float64)
+        need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+        limit = tl.minimum(limit, _search(
+            need, limit, True, end, num_listed, is_list, keys, list_ids, list_size, peak,
+            scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            ADJUSTED,
+        ))  # fmt: skip
+    return limit
+
+
+@triton.jit
+def _winner(
+    limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+    ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """The id that is drawn from all keys up to limit."""
+    lane = tl.arange(0, _WIDE_BLOCK)
+    noise_key = row_key(params, position)
+    score = tl.full((_WIDE_BLOCK,), float("-inf"), tl.float32)
+    best_id = tl.full((_WIDE_BLOCK,), NO_ID, tl.int32)
+    for start in range(0, end, _WIDE_BLOCK):
+        key, token = _entry(
+            start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            ADJUSTED,
+        )  # fmt: skip
+        value = race_score(noise_key, token, key.to(tl.float32, bitcast=True))
+        is_better = (key <= limit) & (value > score)
+        score = tl.where(is_better, value, score)
+        best_id = tl.where(is_better, token, best_id)
+    _best, token_id = first_of_best(score, best_id)
+    return token_id
+
+
+@triton.jit
 def _select(
     logits, slots, positions, table, bias, seen, masks, parts, size, stride, part_stride,
     counts, masses, keys, list_ids, list_size, limits, ids, logprobs,
@@ -238,54 +317,20 @@ def _select(
     limit = row * 0 + (_INF_BITS - 1)
     if is_valid(peak):
         scale = load_float(params + INVERSE_TEMPERATURE)
-        lane = tl.arange(0, _WIDE_BLOCK)
         _last, by_chunk = _cut(params, flags, counts, masses, row, chunks, CHUNKS)
         num_listed = tl.sum(by_chunk)
         is_list = num_listed <= list_size
         end = tl.where(is_list, num_listed, size)
-        if (flags & HAS_TOP_K) != 0:
-            need = tl.load(params + TOP_K).to(tl.int64)
-            limit = tl.minimum(limit, _search(
-                need, limit, False, end, num_listed, is_list, keys, list_ids, list_size, peak,
-                scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                ADJUSTED,
-            ))  # fmt: skip
-        if (flags & HAS_MIN_P) != 0:
-            limit = tl.minimum(limit, tl.load(params + MAX_Z))
-        if (flags & HAS_TOP_P) != 0:
-            total = _total(masses, row, chunks, CHUNKS)
-            if (flags & (HAS_TOP_K | HAS_MIN_P)) != 0:
-                mass = tl.zeros((_WIDE_BLOCK,), tl.int64)
-                for start in range(0, end, _WIDE_BLOCK):
-                    key, _token = _entry(
-                        start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                        logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                        ADJUSTED,
-                    )  # fmt: skip
-                    weight = _weight(key.to(tl.float32, bitcast=True))
-                    mass += tl.where(key <= limit, weight, 0)
-                total = tl.sum(mass)
-            top_p = load_float(params + TOP_P).to(tl.float64)
-            need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
-            limit = tl.minimum(limit, _search(
-                need, limit, True, end, num_listed, is_list, keys, list_ids, list_size, peak,
-                scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                ADJUSTED,
-            ))  # fmt: skip
-        noise_key = row_key(params, position)
-        score = tl.full((_WIDE_BLOCK,), float("-inf"), tl.float32)
-        best_id = tl.full((_WIDE_BLOCK,), NO_ID, tl.int32)
-        for start in range(0, end, _WIDE_BLOCK):
-            key, token = _entry(
-                start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                ADJUSTED,
-            )  # fmt: skip
-            value = race_score(noise_key, token, key.to(tl.float32, bitcast=True))
-            is_better = (key <= limit) & (value > score)
-            score = tl.where(is_better, value, score)
-            best_id = tl.where(is_better, token, best_id)
-        _best, token_id = first_of_best(score, best_id)
+        limit = _limit(
+            masses, chunks, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            CHUNKS, ADJUSTED,
+        )  # fmt: skip
+        token_id = _winner(
+            limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
+            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
+            ADJUSTED,
+        )  # fmt: skip
     tl.store(limits + row, limit)
     emit(
         token_id, row, slot, flags, logits, stride, size, seen, parts, part_stride, ids, logprobs,

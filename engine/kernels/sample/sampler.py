@@ -31,7 +31,7 @@ _MAX_LISTED = 16384
 
 
 class Mode(IntEnum):
-    """What a step's rows need; each mode includes the ones before it."""
+    """A step's rows need one of these; each mode includes the ones before it."""
 
     PLAIN = 0
     FILTERED = 1
@@ -165,7 +165,26 @@ class DeviceSampler:
         assert self._bias is not None or mode is not Mode.ADJUSTED, (
             "allow_adjustments must be called first"
         )
-        source: dict[str, Any] = {
+        source = self._source(logits, slots, positions, mode)
+        chunks, padded = self._chunks, next_power_of_2(self._chunks)
+        listing = {"counts": self._counts, "masses": self._masses, "CHUNKS": padded}
+        lists = {"keys": self._keys, "list_ids": self._ids, "list_size": self._keys.shape[1]}
+        results = {"ids": ids, "logprobs": logprobs, "CHUNKS": padded}
+        grid = (num_rows, chunks)
+        _scan[grid](**source, part_ids=self._part_ids, num_warps=8)
+        _finish[(num_rows,)](**source, **results, part_ids=self._part_ids, num_warps=1)
+        if mode is not Mode.PLAIN:
+            _coarse[grid](**source, **listing, num_warps=8)
+            _gather[grid](**source, **listing, **lists, num_warps=8)
+            results["limits"] = self.limits
+            # Otherwise ptxas would spill a register or two to raise occupancy.
+            _select[(num_rows,)](**source, **(listing | lists | results), num_warps=8, maxnreg=128)
+
+    def _source(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, mode: Mode
+    ) -> dict[str, Any]:
+        """The arguments that all passes have."""
+        return {
             "logits": logits,
             "slots": slots,
             "positions": positions,
@@ -175,26 +194,12 @@ class DeviceSampler:
             "seen": self._table if self._seen is None else self._seen,
             "masks": self._table if self._masks is None else self._masks,
             "parts": self._parts,
-            "size": size,
+            "size": logits.shape[1],
             "stride": logits.stride(0),
             "part_stride": self._parts.stride(0),
             "ADJUSTED": mode is Mode.ADJUSTED,
             **overlapped(),
         }
-        chunks, padded = self._chunks, next_power_of_2(self._chunks)
-        listing = {"counts": self._counts, "masses": self._masses, "CHUNKS": padded}
-        lists = {"keys": self._keys, "list_ids": self._ids, "list_size": self._keys.shape[1]}
-        results = {"part_ids": self._part_ids, "ids": ids, "logprobs": logprobs, "CHUNKS": padded}
-        grid = (num_rows, chunks)
-        _scan[grid](**source, part_ids=self._part_ids, num_warps=8)
-        _finish[(num_rows,)](**source, **results, num_warps=1)
-        if mode is not Mode.PLAIN:
-            _coarse[grid](**source, **listing, num_warps=8)
-            _gather[grid](**source, **listing, **lists, num_warps=8)
-            results.pop("part_ids")
-            results["limits"] = self.limits
-            # Otherwise ptxas would spill a register or two to raise occupancy.
-            _select[(num_rows,)](**source, **(listing | lists | results), num_warps=8, maxnreg=128)
 
     def _fill(
         self, slot: int, sampling: SamplingParams, token_ids: list[int], num_prompt: int

@@ -13,6 +13,7 @@ from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.parts.attention.config import HeadNorms
 from penstock.engine.models.parts.attention.rotary import rotary_table, rotate
+from penstock.engine.step.device_step import Rotation
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
 from tests.bench.engine.timing import num_input_sets, relative_error
@@ -139,20 +140,10 @@ def _rotate_and_store(
     query_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None
     key_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None
 
+    rotation = Rotation(cos=cos, sin=sin, query_norm=query_norm, key_norm=key_norm, eps=_EPS)
+
     def run(qkv: Tensor) -> None:
-        rotate_and_store(
-            qkv,
-            positions,
-            kv_slots,
-            cos,
-            sin,
-            query_norm,
-            key_norm,
-            _EPS,
-            keys,
-            values,
-            query,
-        )
+        rotate_and_store(qkv, rotation, positions, kv_slots, keys, values, query)
 
     def error() -> float:
         for written in (query, keys, values):

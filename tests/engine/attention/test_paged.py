@@ -223,11 +223,7 @@ def check_bits(
     pool = _copy(rows.keys), _copy(rows.values)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, None)
-    rotate_and_store(
-        projected, positions, kv_slots, rotation.cos, rotation.sin, rotation.query_norm,
-        rotation.key_norm, rotation.eps, *pool, rows.query, kv_parts=kv_parts,
-        norms_values=norms_values,
-    )  # fmt: skip
+    rotate_and_store(projected, rotation, positions, kv_slots, *pool, rows.query)
     decode(rows.query, *pool, rows.tables, None, rows.out)
     out = poisoned(*rows.out.shape, dtype=dtype)
     given = rows.tables, None, out, rotation, kv_slots

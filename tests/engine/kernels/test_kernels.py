@@ -1,9 +1,11 @@
 """Each Triton kernel agrees with plain torch: in the interpreter, or on a GPU if there is one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
@@ -31,9 +33,18 @@ from penstock.engine.memory.pool.kv_codes import LIMITS, store
 from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.parts.norm.layer import unit_norm
 from penstock.engine.models.parts.per_layer_inputs.kernels import add_table_rows, gate_input
+from penstock.engine.step.device_step import Rotation
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 
 EPS = 1e-5
+
+
+def _rotation(
+    angles: Tensor, query_norm: Tensor | None = None, key_norm: Tensor | None = None
+) -> Rotation:
+    return Rotation(
+        cos=angles.cos(), sin=angles.sin(), query_norm=query_norm, key_norm=key_norm, eps=EPS
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,10 +103,8 @@ def test_queries_and_keys_are_rotated_and_keys_and_values_stored(
     key_norm = random(head_dim, dtype=dtype, seed=2) if with_norm else None
     keys, values = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in "kv")
     query = poisoned(num_tokens, heads, head_dim, dtype=dtype)
-    rotate_and_store(
-        qkv, positions, kv_slots, angles.cos(), angles.sin(), query_norm, key_norm, EPS,
-        keys, values, query,
-    )  # fmt: skip
+    rotation = _rotation(angles, query_norm, key_norm)
+    rotate_and_store(qkv, rotation, positions, kv_slots, keys, values, query)
     projected = qkv.float().view(num_tokens, -1, head_dim)
     q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], 1)
     if query_norm is not None and key_norm is not None:
@@ -121,11 +130,9 @@ def test_values_are_normed_or_are_keys_or_are_another_layers(kv_parts: int) -> N
     query_norm, key_norm = random(head_dim, seed=1), random(head_dim, seed=2)
     keys, values = (torch.zeros(shape, device=DEVICE) for _ in "kv")
     query = poisoned(num_tokens, heads, head_dim)
-    rotate_and_store(
-        qkv, positions, kv_slots, angles.cos(), angles.sin(), query_norm,
-        key_norm if kv_parts else None, EPS, keys, values, query, kv_parts=kv_parts,
-        norms_values=True,
-    )  # fmt: skip
+    rotation = _rotation(angles, query_norm, key_norm if kv_parts else None)
+    rotation = replace(rotation, kv_parts=kv_parts, norms_values=True)
+    rotate_and_store(qkv, rotation, positions, kv_slots, keys, values, query)
     cos, sin = (f(angles[positions.long()]).unsqueeze(1) for f in (torch.cos, torch.sin))
     q, *stored = torch.split(qkv.view(num_tokens, -1, head_dim), [heads] + kv_parts * [kv_heads], 1)
     expected = rotate(functional.rms_norm(q, (head_dim,), query_norm, EPS), cos, sin)
@@ -193,10 +200,7 @@ def test_the_codes_that_are_stored_are_torchs_to_the_bit(
     angles = torch.zeros(1, head_dim // 2, device=DEVICE)  # keys stay as they are
     pages = [coded(torch.zeros(shape, device=DEVICE), kv_dtype) for _ in range(4)]
     query = poisoned(num_tokens, heads, head_dim, dtype=dtype)
-    rotate_and_store(
-        qkv, positions, kv_slots, angles.cos(), angles.sin(), None, None, EPS,
-        pages[0], pages[1], query,
-    )  # fmt: skip
+    rotate_and_store(qkv, _rotation(angles), positions, kv_slots, pages[0], pages[1], query)
     stored = torch.split(qkv.view(num_tokens, -1, head_dim)[:, heads:], kv_heads, 1)
     for ours, theirs, x in zip(pages[:2], pages[2:], stored, strict=True):
         store(theirs, kv_slots, x)
@@ -216,9 +220,7 @@ def test_a_key_that_is_not_finite_is_stored_as_nan(kv_dtype: torch.dtype) -> Non
     zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     keys, values = (coded(torch.zeros(1, 4, 1, 8, device=DEVICE), kv_dtype) for _ in "kv")
     angles, query = torch.zeros(1, 4, device=DEVICE), poisoned(1, 1, 8)
-    rotate_and_store(
-        qkv, zero, zero.long(), angles.cos(), angles.sin(), None, None, EPS, keys, values, query
-    )
+    rotate_and_store(qkv, _rotation(angles), zero, zero.long(), keys, values, query)
     assert keys.scales.isnan().tolist() == values.scales.isnan().tolist() == [[[1, 0, 0, 0]]]
 
 
@@ -230,9 +232,7 @@ def test_a_query_or_key_that_float16_cannot_hold_is_nan_and_not_infinite() -> No
     angles = torch.full((1, 4), math.pi / 4, device=DEVICE)
     keys, values = (torch.zeros(shape, dtype=torch.float16, device=DEVICE) for _ in "kv")
     query = poisoned(1, heads, 8, dtype=torch.float16)
-    rotate_and_store(
-        qkv, zero, zero.long(), angles.cos(), angles.sin(), None, None, EPS, keys, values, query
-    )
+    rotate_and_store(qkv, _rotation(angles), zero, zero.long(), keys, values, query)
     # 60,000 times the sine and cosine of 45 degrees: their difference is 0, their sum 84,853.
     for rotated in (query[0, 0], query[0, 1], keys[0, 0, 0]):
         assert rotated[:4].abs().max() == 0 and bool(rotated[4:].isnan().all())

@@ -1,5 +1,7 @@
 """`PagedDecode`: launches the kernels of rows with one query token each."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,13 @@ class PagedDecode:
         self._lists: dict[int | None, WorkList] = {}
         self._partial = torch.empty(max_items, heads, dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(max_items, heads, dtype=torch.float32, device=device)
+        group_size = next_power_of_2(shape.group)
+        combined = _MOST_COMBINED // (group_size * next_power_of_2(dim))
+        self._constants = shape_constants(shape) | {
+            "GROUP_ROWS": max(16, group_size),
+            "GROUP_SIZE": group_size,
+            "COMBINED": max(1, min(_COMBINED, combined)),
+        }
         # Pieces of each row that have been computed; zeros between two launches.
         self._arrived = torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device)
 
@@ -71,20 +80,11 @@ class PagedDecode:
             self._lists[window] = self._empty_list()
         work = self._lists[window]
         _plan_decode[(1,)](
-            context_lens,
-            row_slots,
-            work.items,
-            work.first_item,
-            num_rows,
-            window or 0,
-            self._num_pieces,
-            self._at_once,
-            LONG=_LONG_PIECE,
-            TILE=_TILE,
-            ROWS=next_power_of_2(self._max_rows),
-            num_warps=4,
+            context_lens, row_slots, work.items, work.first_item, num_rows, window or 0,
+            self._num_pieces, self._at_once,
+            LONG=_LONG_PIECE, TILE=_TILE, ROWS=next_power_of_2(self._max_rows), num_warps=4,
             **overlapped(),
-        )
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -109,59 +109,17 @@ class PagedDecode:
         shape, work, num_rows = self._shape, self._lists[window], len(out)
         (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
         is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
-        group_size = next_power_of_2(shape.group)
-        each = group_size * next_power_of_2(shape.head_dim)
         most = (self._num_pieces + num_rows) * shape.num_kv_heads
-        has_norm = rotation is not None and rotation.query_norm is not None
         _decode[(min(self._num_programs, most),)](
-            query,
-            key_codes,
-            value_codes,
-            key_scales,
-            value_scales,
-            block_tables,
-            work.items,
-            work.first_item,
-            out,
-            self._partial,
-            self._lse,
-            self._arrived,
-            # Unused pointers are any of the same type.
-            work.items if kv_slots is None else kv_slots,
-            self._lse if rotation is None else rotation.cos,
-            self._lse if rotation is None else rotation.sin,
-            rotation.query_norm if rotation is not None and has_norm else query,
-            query if rotation is None or rotation.key_norm is None else rotation.key_norm,
-            None if rotation is None else rotation.query_factors,
-            sinks,
-            0.0 if rotation is None else rotation.eps,
-            0 if rotation is None else rotation.cos.stride(0),
-            num_rows,
-            block_tables.stride(0),
-            window or 0,
-            shape.head_dim**-0.5 * LOG2_E,
-            **shape_constants(shape),
-            ROTATES=rotation is not None,
-            HAS_NORM=has_norm,
-            ROTARY_DIM=(rotation and rotation.rotary_dim) or shape.head_dim,
-            KV_PARTS=2 if rotation is None else rotation.kv_parts,
-            NORMS_VALUES=rotation is not None and rotation.norms_values,
-            GROUP_ROWS=max(16, next_power_of_2(shape.group)),
-            GROUP_SIZE=group_size,
-            COMBINED=max(1, min(_COMBINED, _MOST_COMBINED // each)),
-            TILE=_tile(shape, is_wide=is_wide, is_coded=key_scales is not None),
-            num_warps=4,
-            # The block table's indirection takes half of the stages: with five, two tiles are in
-            # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor.
-            # Of codes twice as many, of a quarter of the size each.
-            num_stages=3 if is_wide or shape.head_dim > 128 else 5 if key_scales is None else 9,
-            # What three programs have each. Some compilers take more, for the rotation.
-            maxnreg=None if is_wide or shape.head_dim > 128 else 168,
-            **overlapped(),
-        )
+            query, key_codes, value_codes, key_scales, value_scales, block_tables, work.items,
+            work.first_item, out, self._partial, self._lse, self._arrived, sinks, num_rows,
+            block_tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E,
+            **self._constants, **_rotation_arguments(rotation, kv_slots, shape.head_dim),
+            **_options(shape, is_wide=is_wide, is_coded=key_scales is not None), **overlapped(),
+        )  # fmt: skip
 
     def work_list(self, window: int | None) -> WorkList:
-        """What the last `plan` with this window wrote."""
+        """The pieces that the last `plan` with this window listed."""
         return self._lists[window]
 
     def _empty_list(self) -> WorkList:
@@ -172,7 +130,43 @@ class PagedDecode:
         )
 
 
-def _tile(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> int:
-    """Keys in a tile. In float32, two tiles of 64 would not fit, and their products would spill
-    registers; so would the numbers that codes are converted to, and heads of 512 dimensions."""
-    return _TILE >> (is_wide or is_coded) >> (shape.head_dim > 256)
+def _rotation_arguments(
+    rotation: Rotation | None, kv_slots: Tensor | None, head_dim: int
+) -> dict[str, Any]:
+    if rotation is None:
+        tensors = ("kv_slots", "cos", "sin", "query_norm", "key_norm", "query_factors")
+        sizes = {"angles_stride": 0, "ROTARY_DIM": head_dim, "KV_PARTS": 2}
+        return (
+            dict.fromkeys(tensors) | sizes | {"eps": 0.0, "ROTATES": False, "NORMS_VALUES": False}
+        )
+    return {
+        "kv_slots": kv_slots,
+        "cos": rotation.cos,
+        "sin": rotation.sin,
+        "query_norm": rotation.query_norm,
+        "key_norm": rotation.key_norm,
+        "query_factors": rotation.query_factors,
+        "eps": rotation.eps,
+        "angles_stride": rotation.cos.stride(0),
+        "ROTATES": True,
+        "ROTARY_DIM": rotation.rotary_dim or head_dim,
+        "KV_PARTS": rotation.kv_parts,
+        "NORMS_VALUES": rotation.norms_values,
+    }
+
+
+def _options(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> dict[str, int | None]:
+    """TILE: keys in a tile. In float32, two tiles of 64 would not fit, and their products would
+    spill registers; so would the numbers that codes are converted to, and heads of 512 dimensions.
+    """
+    is_large = is_wide or shape.head_dim > 128
+    return {
+        "TILE": _TILE >> (is_wide or is_coded) >> (shape.head_dim > 256),
+        "num_warps": 4,
+        # The block table's indirection takes half of the stages: with five, two tiles are in
+        # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor. Of codes
+        # twice as many, of a quarter of the size each.
+        "num_stages": 3 if is_large else 9 if is_coded else 5,
+        # What three programs have each. Some compilers take more, for the rotation.
+        "maxnreg": None if is_large else 168,
+    }

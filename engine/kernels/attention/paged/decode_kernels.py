@@ -13,19 +13,9 @@ from penstock.engine.kernels.launch import wait_for_kernels_before
     do_not_specialize_on_alignment=["context_lens", "row_slots"],
 )
 def _plan_decode(
-    context_lens,
-    row_slots,
-    items,
-    first_item,
-    num_rows,
-    window,
-    num_pieces,
-    at_once,
-    LONG: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    context_lens, row_slots, items, first_item, num_rows, window, num_pieces, at_once,
+    LONG: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: pieces of equal length for all rows, about at_once in total, or about num_pieces
     where they would be longer than LONG."""
     wait_for_kernels_before(PDL)
@@ -59,53 +49,58 @@ def _plan_decode(
 
 
 @triton.jit
-def _rotated(
-    row,
-    first,
-    norm,
-    cos,
-    sin,
-    factor,
-    eps,
-    mask,
-    HAS_NORM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
-    computes them where both multiply and add alike.
-
-    first: (heads,) the offset of each head in the row. cos, sin: those of its position. factor:
-    what the heads are multiplied by, or None.
-    """
+def _partners(dim, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The other dimension of each one's pair, which is rotated with it, and the pair's number."""
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNED: tl.constexpr = ROTARY_DIM // 2
-    dim = tl.arange(0, DIMS)[None, :]
-    # The other of the pair that is rotated together, and the pair.
     other = (dim + HALF) % HEAD_DIM
     pair = dim % HALF
     if ROTARY_DIM < HEAD_DIM:
         other = tl.where(dim < ROTARY_DIM, (dim + TURNED) % ROTARY_DIM, dim)
         pair = tl.where(dim < ROTARY_DIM, dim % TURNED, TURNED)  # that and all after it: no angle
+    return other, pair
+
+
+@triton.jit
+def _inverse_rms(x, dim, eps, HEAD_DIM: tl.constexpr):
+    """What a norm without a weight multiplies each head by, (heads, 1): in two halves, to the bit
+    as `_rotate_and_store` adds up squares."""
+    left = tl.where(dim < HEAD_DIM // 2, x, 0.0)
+    square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
+    return tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _normed(x, scale, norm, dim, is_dim, kind: tl.constexpr):
+    weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
+    return ((x * scale).to(norm.dtype.element_ty).to(tl.float32) * weight).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    row, first, norm, cos, sin, factor, eps, mask,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
+    computes them where both multiply and add alike.
+
+    first: (heads,) the offset of each head in the row. norm: a weight, or None. cos, sin: those of
+    its position. factor: what the heads are multiplied by, or None.
+    """
+    dim = tl.arange(0, DIMS)[None, :]
+    other, pair = _partners(dim, HEAD_DIM, ROTARY_DIM)
     x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
-    kind = x.dtype
+    kind: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     partner = tl.load(row + (first[:, None] + other), mask=mask, other=0.0).to(tl.float32)
     is_dim = dim < HEAD_DIM
-    if HAS_NORM:
-        left = tl.where(dim < HALF, x, 0.0)
-        square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
-        scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
-        of_partner = tl.load(norm + other, mask=is_dim, other=0.0).to(tl.float32)
-        between = norm.dtype.element_ty
-        x = ((x * scale).to(between).to(tl.float32) * weight).to(kind).to(tl.float32)
-        partner = (partner * scale).to(between).to(tl.float32)
-        partner = (partner * of_partner).to(kind).to(tl.float32)
+    if norm is not None:
+        scale = _inverse_rms(x, dim, eps, HEAD_DIM)
+        x = _normed(x, scale, norm, dim, is_dim, kind)
+        partner = _normed(partner, scale, norm, other, is_dim, kind)
     c = tl.load(cos + pair, mask=is_dim, other=0.0)
     s = tl.load(sin + pair, mask=is_dim, other=0.0)
-    turned = x * c + partner * tl.where(dim < TURNED, -s, s)
+    turned = x * c + partner * tl.where(dim < ROTARY_DIM // 2, -s, s)
     if factor is not None:
         turned *= factor
     rotated = turned.to(kind)
@@ -113,15 +108,6 @@ def _rotated(
         # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
         rotated += rotated - rotated
     return rotated
-
-
-@triton.jit
-def _unit(x, eps, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
-    """Heads, (heads, DIMS), normed without a weight: to the bit as `_rotate_and_store` does."""
-    wide = x.to(tl.float32)
-    left = tl.where(tl.arange(0, DIMS)[None, :] < HEAD_DIM // 2, wide, 0.0)
-    square = tl.sum(left * left, 1) + tl.sum((wide - left) * (wide - left), 1)
-    return (wide * tl.rsqrt(square / HEAD_DIM + eps)[:, None]).to(x.dtype)
 
 
 @triton.jit
@@ -135,19 +121,10 @@ def _coded(x, kind: tl.constexpr):
 
 @triton.jit
 def _combine(
-    partial,
-    lse,
-    first,
-    count,
-    kv_head,
-    target,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    COMBINED: tl.constexpr,
-):
+    partial, lse, first, count, kv_head, target,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr,
+):  # fmt: skip
     """Writes a row's query heads of one KV head from its pieces. target: of the row."""
     dim = tl.arange(0, DIMS)
     member = tl.arange(0, GROUP_SIZE)
@@ -178,49 +155,83 @@ def _combine(
     tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)
 
 
+@triton.jit
+def _store_new(
+    source, row, kv_head, is_last, keys, values, key_scales, value_scales, kv_slots, cos, sin,
+    key_norm, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Makes a row's new key and value of the projection, and stores them where `is_last`."""
+    dim = tl.arange(0, DIMS)
+    is_new = (dim < tl.where(is_last, HEAD_DIM, 0))[None, :]
+    first = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+    key = _rotated(source, first, key_norm, cos, sin, None, eps, is_new, HEAD_DIM, ROTARY_DIM, DIMS)
+    place = source + (first + (KV_PARTS - 1) * NUM_KV_HEADS * HEAD_DIM)[:, None]
+    value = tl.load(place + dim[None, :], mask=is_new, other=0.0)
+    if NORMS_VALUES:
+        wide = value.to(tl.float32)
+        value = (wide * _inverse_rms(wide, dim[None, :], eps, HEAD_DIM)).to(value.dtype)
+    kv_slot = tl.load(kv_slots + row)
+    if key_scales is not None:
+        # One scale: `first` is one head.
+        at = scale_offsets(kv_slot + first * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        mask = first < tl.where(is_last, first + 1, 0)
+        key, key_scale = _coded(key, keys.dtype.element_ty)
+        value, value_scale = _coded(value, values.dtype.element_ty)
+        tl.store(key_scales + at, key_scale, mask=mask)
+        tl.store(value_scales + at, value_scale, mask=mask)
+    target = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+    tl.store(keys + target, key, mask=is_new)
+    tl.store(values + target, value, mask=is_new)
+    # All threads of this program see them; no other program reads them in this launch.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _store_piece(
+    acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's only piece to out; else one of several, which the last to arrive combines."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, DIMS)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + member
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    mixed = acc / total[:, None]
+    target = out + row * NUM_HEADS * HEAD_DIM
+    if count == 1:
+        tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+    else:
+        wide = item.to(tl.int64) * NUM_HEADS
+        tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
+        tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
+        # Before the one thread that counts, all of them have stored.
+        tl.debug_barrier()
+        counter = arrived + row * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+            _combine(
+                partial, lse, first, count, kv_head, target,
+                NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
+            )  # fmt: skip
+            tl.store(counter, 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
 def _decode(
-    query,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    block_tables,
-    items,
-    first_item,
-    out,
-    partial,
-    lse,
-    arrived,
-    kv_slots,
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    query_factors,
-    sinks,
-    eps,
-    angles_stride,
-    num_rows,
-    table_stride,
-    window,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROTATES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    KV_PARTS: tl.constexpr,
-    NORMS_VALUES: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    COMBINED: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query, keys, values, key_scales, value_scales, block_tables, items, first_item, out, partial,
+    lse, arrived, sinks, num_rows, table_stride, window, scale,
+    kv_slots, cos, sin, query_norm, key_norm, query_factors, eps, angles_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Pieces of rows, for all query heads of one KV head each, one after the other."""
     wait_for_kernels_before(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -241,7 +252,6 @@ def _decode(
         context_len = tl.load(items + item * 8 + 6)
         table = block_tables + slot * table_stride
         head = kv_head * GROUP + member
-        offset = head[:, None] * HEAD_DIM + dim[None, :]
         source = query + row * QUERY_HEADS * HEAD_DIM
         if ROTATES:
             position = (context_len - 1).to(tl.int64)
@@ -251,36 +261,18 @@ def _decode(
                 factor = tl.load(query_factors + position)
             q = _rotated(
                 source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, factor, eps,
-                is_there, HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
+                is_there, HEAD_DIM, ROTARY_DIM, DIMS,
             )  # fmt: skip
             if KV_PARTS > 0:
                 # The row's last piece has the token whose key and value are not in the pool yet.
-                is_new = (dim < tl.where(end == context_len, HEAD_DIM, 0))[None, :]
-                new = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
-                key = _rotated(
-                    source, new, key_norm, cos + angle, sin + angle, None, eps, is_new,
-                    HAS_NORM, HEAD_DIM, ROTARY_DIM, DIMS,
+                _store_new(
+                    source, row, kv_head, end == context_len, keys, values, key_scales,
+                    value_scales, kv_slots, cos + angle, sin + angle, key_norm, eps,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, ROTARY_DIM, KV_PARTS,
+                    NORMS_VALUES,
                 )  # fmt: skip
-                of_value = source + (new + (KV_PARTS - 1) * NUM_KV_HEADS * HEAD_DIM)[:, None]
-                value = tl.load(of_value + dim[None, :], mask=is_new, other=0.0)
-                if NORMS_VALUES:
-                    value = _unit(value, eps, HEAD_DIM, DIMS)
-                kv_slot = tl.load(kv_slots + row)
-                if key_scales is not None:
-                    # One scale: `new` is one head.
-                    at = scale_offsets(kv_slot + new * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-                    is_last = new < tl.where(end == context_len, new + 1, 0)
-                    key, of_key = _coded(key, keys.dtype.element_ty)
-                    value, of_value = _coded(value, values.dtype.element_ty)
-                    tl.store(key_scales + at, of_key, mask=is_last)
-                    tl.store(value_scales + at, of_value, mask=is_last)
-                place = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
-                tl.store(keys + place, key, mask=is_new)
-                tl.store(values + place, value, mask=is_new)
-                # All threads of this program see them; no other program reads them in this
-                # launch.
-                tl.debug_barrier()
         else:
+            offset = head[:, None] * HEAD_DIM + dim[None, :]
             q = tl.load(source + offset, mask=is_there, other=0.0)
         query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
 
@@ -298,20 +290,7 @@ def _decode(
                 window, scale, kv_head, acc, peak, total, True,
                 NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
-        mixed = acc / total[:, None]
-        target = out + row * NUM_HEADS * HEAD_DIM
-        if count == 1:
-            tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
-        else:
-            wide = item.to(tl.int64) * NUM_HEADS
-            tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
-            tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
-            # Before the one thread that counts, all of them have stored.
-            tl.debug_barrier()
-            counter = arrived + row * NUM_KV_HEADS + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-                _combine(
-                    partial, lse, first, count, kv_head, target,
-                    NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
-                )  # fmt: skip
-                tl.store(counter, 0)
+        _store_piece(
+            acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
+            NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, GROUP_ROWS, GROUP_SIZE, COMBINED,
+        )  # fmt: skip

@@ -81,15 +81,10 @@ class PagedPrefill:
         num_rows = len(query_starts) - 1
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         _plan_prefill[(1,)](
-            query_starts,
-            self._work.items,
-            self._work.first_item,
-            num_rows,
-            TOKENS=self._tokens_per_tile,
-            ROWS=next_power_of_2(self._max_rows),
-            num_warps=4,
+            query_starts, self._work.items, self._work.first_item, num_rows,
+            TOKENS=self._tokens_per_tile, ROWS=next_power_of_2(self._max_rows), num_warps=4,
             **overlapped(),
-        )
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -117,43 +112,20 @@ class PagedPrefill:
         full = -(-len(query) // self._tokens_per_tile)
         most, least = ((n * shape.num_kv_heads) for n in (full + num_rows, full))
         _prefill[(min(most, max(least, self._least_programs)),)](
-            query,
-            key_codes,
-            value_codes,
-            key_scales,
-            value_scales,
-            block_tables,
-            row_slots,
-            query_starts,
-            context_lens,
-            self._work.items,
-            self._work.first_item,
-            out,
-            sinks,
-            num_rows,
-            block_tables.stride(0),
-            window or 0,
-            shape.head_dim**-0.5 * LOG2_E,
-            **shape_constants(shape),
-            TOKENS=self._tokens_per_tile,
+            query, key_codes, value_codes, key_scales, value_scales, block_tables, row_slots,
+            query_starts, context_lens, self._work.items, self._work.first_item, out, sinks,
+            num_rows, block_tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E,
+            **shape_constants(shape), TOKENS=self._tokens_per_tile,
             QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * shape.group)),
-            TILE=tile.keys,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **overlapped(),
-        )
+            TILE=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages, **overlapped(),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts"])
 def _plan_prefill(
-    query_starts,
-    items,
-    first_item,
-    num_rows,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    query_starts, items, first_item, num_rows,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One program: tiles of TOKENS query tokens each; the last of a row may be shorter."""
     wait_for_kernels_before(PDL)
     row = tl.arange(0, ROWS)
@@ -172,39 +144,31 @@ def _plan_prefill(
         tl.store(item + 2, tl.minimum((index + 1) * TOKENS, length), mask=has)
 
 
+@triton.jit
+def _tile(item, query_starts, context_lens):
+    """A tile's row, and its tokens in the chunk; where the chunk begins in the step, and at which
+    position of its sequence."""
+    row = tl.load(item)
+    first_token = tl.load(item + 1)
+    end_token = tl.load(item + 2)
+    start_of_row = tl.load(query_starts + row)
+    context_len = tl.load(context_lens + row)
+    first_position = context_len - (tl.load(query_starts + row + 1) - start_of_row)
+    return row, first_token, end_token, start_of_row, first_position
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride", "window"],
     # Slices of a step's tensors, see `_gather_chunks`.
     do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
 )
 def _prefill(
-    query,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    block_tables,
-    row_slots,
-    query_starts,
-    context_lens,
-    items,
-    first_item,
-    out,
-    sinks,
-    num_rows,
-    table_stride,
-    window,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    query, keys, values, key_scales, value_scales, block_tables, row_slots, query_starts,
+    context_lens, items, first_item, out, sinks, num_rows, table_stride, window, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Tiles of some query tokens of one sequence, for all query heads of one KV head each."""
     wait_for_kernels_before(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -216,13 +180,9 @@ def _prefill(
         # The last tiles of a chunk have the most keys: they start first, so that none runs alone
         # at the end.
         item = num_items - 1 - work // NUM_KV_HEADS
-        row = tl.load(items + item * 8)
-        first_token = tl.load(items + item * 8 + 1)
-        end_token = tl.load(items + item * 8 + 2)
-        start_of_row = tl.load(query_starts + row)
-        context_len = tl.load(context_lens + row)
-        # The position of the chunk's first token.
-        first_position = context_len - (tl.load(query_starts + row + 1) - start_of_row)
+        row, first_token, end_token, start_of_row, first_position = _tile(
+            items + item * 8, query_starts, context_lens
+        )
         table = block_tables + tl.load(row_slots + row).to(tl.int64) * table_stride
 
         token = first_token + member // GROUP

@@ -1,4 +1,4 @@
-"""What decode and prefill share: lists of work, and a tile of keys in a running softmax."""
+"""Lists of work, and a tile of keys in a running softmax: for decode and prefill."""
 
 from dataclasses import dataclass
 
@@ -59,34 +59,46 @@ def _blocks(table, position, is_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def sink_scores(sinks, head, mask):
-    """Of some heads, as `attend` scales scores: in powers of two."""
+    """The sinks of some heads, scaled as `attend` scales scores: in powers of two."""
     return tl.load(sinks + head, mask=mask, other=0.0) * 1.4426950408889634
 
 
 @triton.jit
+def _scores(q, k, scales, place, is_key, scale):
+    """Of queries and a tile of keys; where these are codes, each key has a scale besides."""
+    if scales is not None:
+        key_scale = tl.load(scales + place, mask=is_key, other=0.0)
+        key_scale = key_scale * (unit_of(k.dtype) * scale)
+        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee")
+        scores = scores * key_scale[None, :]
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return scores
+
+
+@triton.jit
+def _mixed(weights, v, scales, place, is_key, kind: tl.constexpr):
+    """The values of a tile, added up by weight; where these are codes, each has a scale besides."""
+    if scales is not None:
+        value_scale = tl.load(scales + place, mask=is_key, other=0.0) * unit_of(v.dtype)
+        numbers = decode(v, kind)
+        if (v.dtype == tl.int8) & (kind == tl.float16):
+            # Weights times scales would be below what float16 holds in full precision.
+            numbers = numbers * 0.015625
+            value_scale = value_scale * 64.0
+        mixed = tl.dot((weights * value_scale[None, :]).to(kind), numbers, input_precision="ieee")
+    else:
+        mixed = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return mixed
+
+
+@triton.jit
 def attend(
-    q,
-    query_position,
-    table,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    start,
-    end,
-    window,
-    scale,
-    kv_head,
-    acc,
-    peak,
-    total,
-    IS_MASKED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q, query_position, table, keys, values, key_scales, value_scales, start, end, window, scale,
+    kv_head, acc, peak, total,
+    IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two."""
     dim = tl.arange(0, DIMS)
     position = start + tl.arange(0, TILE)
@@ -94,16 +106,11 @@ def attend(
     blocks = _blocks(table, position, is_key, BLOCK_SIZE, TILE)
     rows = blocks * BLOCK_SIZE + position % BLOCK_SIZE
     offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
+    place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE  # of scales
     # Values past the end have weight 0, but 0 times NaN is NaN: they are not read.
     is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
     k = tl.load(keys + offset, mask=is_there, other=0.0)
-    if key_scales is not None:
-        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        of_key = tl.load(key_scales + place, mask=is_key, other=0.0)
-        of_key = of_key * (unit_of(k.dtype) * scale)
-        scores = tl.dot(q, tl.trans(decode(k, q.dtype)), input_precision="ieee") * of_key[None, :]
-    else:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = _scores(q, k, key_scales, place, is_key, scale)
     if IS_MASKED:
         seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
         if window > 0:
@@ -112,18 +119,7 @@ def attend(
     v = tl.load(values + offset, mask=is_there, other=0.0)
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
-    kept = tl.exp2(peak - new_peak)
-    total = total * kept + tl.sum(weights, 1)
-    if value_scales is not None:
-        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        of_value = tl.load(value_scales + place, mask=is_key, other=0.0) * unit_of(v.dtype)
-        codes = decode(v, q.dtype)
-        if (v.dtype == tl.int8) & (q.dtype == tl.float16):
-            # Weights times scales would be below what float16 holds in full precision.
-            codes = codes * 0.015625
-            of_value = of_value * 64.0
-        weights = (weights * of_value[None, :]).to(q.dtype)
-        acc = acc * kept[:, None] + tl.dot(weights, codes, input_precision="ieee")
-    else:
-        acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return acc, new_peak, total
+    share = tl.exp2(peak - new_peak)
+    total = total * share + tl.sum(weights, 1)
+    mixed = _mixed(weights, v, value_scales, place, is_key, q.dtype)
+    return acc * share[:, None] + mixed, new_peak, total

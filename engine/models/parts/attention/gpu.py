@@ -71,23 +71,8 @@ class FusedAttention:
             attention.rotated(projected, rotation, keys, values, step, window, out, layer.sinks)
             return
         query = torch.empty_like(out)
-        rotate_and_store(
-            projected,
-            step.positions,
-            step.kv_slots,
-            rotation.cos,
-            rotation.sin,
-            rotation.query_norm,
-            rotation.key_norm,
-            rotation.eps,
-            keys,
-            values,
-            query,
-            rotation.query_factors,
-            rotation.rotary_dim,
-            kv_parts=rotation.kv_parts,
-            norms_values=rotation.norms_values,
-        )
+        positions, slots = step.positions, step.kv_slots
+        rotate_and_store(projected, rotation, positions, slots, keys, values, query)
         attention(query, keys, values, step, window, out, layer.sinks)
 
     def _norm_whole(self, projected: Tensor) -> None:

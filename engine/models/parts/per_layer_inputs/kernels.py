@@ -44,19 +44,9 @@ def gate_input(gate: Tensor, inputs: Tensor, layer: int) -> None:
 
 @triton.jit
 def _add_table_rows(
-    projected,
-    token_ids,
-    table,
-    norm,
-    eps,
-    scale,
-    factor,
-    share,
-    num_layers,
-    size,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected, token_ids, table, norm, eps, scale, factor, share, num_layers, size,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_kernels_before(PDL)
     token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, SIZE)

@@ -57,50 +57,23 @@ def recur_chunks(
     inverses = mixed.new_empty(len(tiles.tiles), heads, size, size)
     values = constants.pop("VALUES")
     _invert_tiles[(programs, heads)](
-        mixed,
-        *gates,
-        *tiles.lists,
-        inverses,
-        **constants,
-        TILE=size,
-        LEVELS=size.bit_length() - 1,
-        IS_EXACT=is_exact,
-        num_warps=4,
+        mixed, *gates, *tiles.lists, inverses,
+        **constants, TILE=size, LEVELS=size.bit_length() - 1, IS_EXACT=is_exact, num_warps=4,
         **overlapped(),
-    )
+    )  # fmt: skip
     columns = min(_COLUMNS, values)
     num_chunks = min(len(tiles.chunks), programs)
     _scan_chunks[(num_chunks, heads, values // columns)](
-        mixed,
-        *gates,
-        tables,
-        step.slots,
-        step.positions,
-        *tiles.lists,
-        inverses,
-        matrices,
-        out,
+        mixed, *gates, tables, step.slots, step.positions, *tiles.lists, inverses, matrices, out,
         tables.stride(0),
-        **constants,
-        TILE=size,
-        COLUMNS=columns,
-        IS_EXACT=is_exact,
-        num_warps=4,
-        num_stages=2,
+        **constants, TILE=size, COLUMNS=columns, IS_EXACT=is_exact, num_warps=4, num_stages=2,
         **overlapped(),
-    )
+    )  # fmt: skip
     _gate_tiles[(programs, heads)](
-        projected,
-        norm,
-        *tiles.lists,
-        out,
-        eps,
+        projected, norm, *tiles.lists, out, eps,
         **{name: constants[name] for name in ("KEY_HEADS", "VALUE_HEADS", "KEY_DIM", "VALUE_DIM")},
-        VALUES=values,
-        TILE=size,
-        num_warps=4,
-        **overlapped(),
-    )
+        VALUES=values, TILE=size, num_warps=4, **overlapped(),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -113,24 +86,11 @@ def _dot(a, b, IS_EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["counts", "chunks", "tiles"])
 def _invert_tiles(
-    mixed,
-    gates,
-    decay,
-    bias,
-    counts,
-    chunks,
-    tiles,
-    inverses,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, gates, decay, bias, counts, chunks, tiles, inverses,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+    IS_EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The inverse of I + A, of tiles and one value head.
 
     From inverses of the blocks on the diagonal, of 1 row at first, come those of twice the size:
@@ -177,30 +137,12 @@ def _invert_tiles(
     do_not_specialize_on_alignment=["slots", "positions", "counts", "chunks", "tiles"],
 )
 def _scan_chunks(
-    mixed,
-    gates,
-    decay,
-    bias,
-    tables,
-    slots,
-    positions,
-    counts,
-    chunks,
-    tiles,
-    inverses,
-    matrices,
-    out,
-    table_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, gates, decay, bias, tables, slots, positions, counts, chunks, tiles, inverses, matrices,
+    out, table_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Chunks, one value head, some columns of its state. Writes o, before norm and gate."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -265,21 +207,10 @@ def _scan_chunks(
 
 @triton.jit(do_not_specialize_on_alignment=["counts", "chunks", "tiles"])
 def _gate_tiles(
-    projected,
-    norm,
-    counts,
-    chunks,
-    tiles,
-    out,
-    eps,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected, norm, counts, chunks, tiles, out, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The norm and the gate of tiles and one value head, in place."""
     wait_for_kernels_before(PDL)
     ALL: tl.constexpr = VALUE_HEADS * VALUE_DIM

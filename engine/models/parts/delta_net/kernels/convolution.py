@@ -40,54 +40,22 @@ def convolve(
     tables = step.block_tables
     if step.num_decodes:
         _convolve_decodes[(step.num_decodes, heads)](
-            projected,
-            taps,
-            tables,
-            step.slots,
-            step.positions,
-            step.lens_of_decodes,
-            inputs,
-            mixed,
-            tables.stride(0),
-            **constants,
-            **of_head,
-            ENTRIES=entries,
-            num_warps=1,
-            **overlapped(),
-        )
+            projected, taps, tables, step.slots, step.positions, step.lens_of_decodes, inputs,
+            mixed, tables.stride(0),
+            **constants, **of_head, ENTRIES=entries, num_warps=1, **overlapped(),
+        )  # fmt: skip
     if (tiles := step.state_tiles) is not None:
         _convolve_tiles[(tile_programs(step), heads)](
-            projected,
-            taps,
-            tables,
-            step.slots,
-            step.positions,
-            *tiles.lists,
-            inputs,
-            mixed,
+            projected, taps, tables, step.slots, step.positions, *tiles.lists, inputs, mixed,
             tables.stride(0),
-            **constants,
-            **of_head,
-            TILE=tiles.most_tokens,
-            TOKENS=min(_TOKENS, tiles.most_tokens),
-            num_warps=4,
-            **overlapped(),
-        )
+            **constants, **of_head, TILE=tiles.most_tokens, TOKENS=min(_TOKENS, tiles.most_tokens),
+            num_warps=4, **overlapped(),
+        )  # fmt: skip
         num_chunks = min(len(tiles.chunks), tile_programs(step))
         _store_inputs[(num_chunks, ceil_div(shape.num_channels, _CHANNELS))](
-            projected,
-            tables,
-            step.slots,
-            step.positions,
-            *tiles.lists,
-            inputs,
-            tables.stride(0),
-            **constants,
-            ENTRIES=entries,
-            BLOCK=_CHANNELS,
-            num_warps=4,
-            **overlapped(),
-        )
+            projected, tables, step.slots, step.positions, *tiles.lists, inputs, tables.stride(0),
+            **constants, ENTRIES=entries, BLOCK=_CHANNELS, num_warps=4, **overlapped(),
+        )  # fmt: skip
     return mixed
 
 
@@ -117,24 +85,11 @@ def _factor(squares, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
     do_not_specialize_on_alignment=["slots", "positions", "lens"],
 )
 def _convolve_decodes(
-    projected,
-    taps,
-    tables,
-    slots,
-    positions,
-    lens,
-    inputs,
-    mixed,
-    table_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    TAPS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    projected, taps, tables, slots, positions, lens, inputs, mixed, table_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, TAPS: tl.constexpr, ENTRIES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One token of a sequence, and one head. Moves the head's inputs on by one."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -169,27 +124,11 @@ def _convolve_decodes(
     do_not_specialize_on_alignment=["slots", "positions", "counts", "chunks", "tiles"],
 )
 def _convolve_tiles(
-    projected,
-    taps,
-    tables,
-    slots,
-    positions,
-    counts,
-    chunks,
-    tiles,
-    inputs,
-    mixed,
-    table_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    TAPS: tl.constexpr,
-    TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    projected, taps, tables, slots, positions, counts, chunks, tiles, inputs, mixed, table_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Tiles of chunks, and one head."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -256,24 +195,11 @@ def _last_inputs(
     do_not_specialize_on_alignment=["slots", "positions", "counts", "chunks", "tiles"],
 )
 def _store_inputs(
-    projected,
-    tables,
-    slots,
-    positions,
-    counts,
-    chunks,
-    tiles,
-    inputs,
-    table_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    projected, tables, slots, positions, counts, chunks, tiles, inputs, table_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Chunks, and some channels: the snapshots on their way, then the sequences' own."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM

@@ -62,28 +62,11 @@ def recur_decodes(
     do_not_specialize_on_alignment=["slots", "positions", "lens"],
 )
 def _recur_decodes(
-    projected,
-    mixed,
-    gates,
-    decay,
-    bias,
-    norm,
-    tables,
-    slots,
-    positions,
-    lens,
-    matrices,
-    out,
-    eps,
+    projected, mixed, gates, decay, bias, norm, tables, slots, positions, lens, matrices, out, eps,
     table_stride,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One value head of one sequence."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM

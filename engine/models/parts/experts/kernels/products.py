@@ -38,25 +38,12 @@ def gate_up(
     size, columns = out.shape[1], x.shape[1]
     outputs, chunk = _sizes(tiles, columns)
     _gate_up[(ceil_div(size, outputs), len(tiles.experts))](
-        x,
-        weight,
-        x if bias is None else bias,
-        *tiles[1:],
-        out,
-        columns,
-        size,
+        x, weight, x if bias is None else bias, *tiles[1:], out, columns, size,
         *(clamp or (0.0, 0.0)),
-        EACH=num_per_token,
-        HAS_BIAS=bias is not None,
-        IS_CLAMPED=clamp is not None,
-        IS_GELU=is_gelu,
-        ROWS=tiles.rows,
-        OUTPUTS=outputs,
-        CHUNK=chunk,
-        num_warps=4,
-        num_stages=3,
+        EACH=num_per_token, HAS_BIAS=bias is not None, IS_CLAMPED=clamp is not None,
+        IS_GELU=is_gelu, ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3,
         **overlapped(),
-    )
+    )  # fmt: skip
 
 
 def down(
@@ -67,7 +54,7 @@ def down(
     tiles: Tiles,
     out: Tensor,
 ) -> None:
-    """Of each token the sum of its experts' outputs by weight: out (T, hidden).
+    """out = the sum of each token's experts' outputs by weight: (T, hidden).
 
     x: (T * num_per_token, size), in the order of the tiles. weight: (experts * hidden, size). bias:
     one for each row of weight. weights: as in `Routes`.
@@ -77,22 +64,10 @@ def down(
     outputs, chunk = _sizes(tiles, columns)
     parts = weights.new_empty(num_tokens, each, hidden)
     _down[(ceil_div(hidden, outputs), len(tiles.experts))](
-        x,
-        weight,
-        x if bias is None else bias,
-        weights,
-        *tiles[1:],
-        parts,
-        columns,
-        hidden,
-        HAS_BIAS=bias is not None,
-        ROWS=tiles.rows,
-        OUTPUTS=outputs,
-        CHUNK=chunk,
-        num_warps=4,
-        num_stages=3,
-        **overlapped(),
-    )
+        x, weight, x if bias is None else bias, weights, *tiles[1:], parts, columns, hidden,
+        HAS_BIAS=bias is not None, ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4,
+        num_stages=3, **overlapped(),
+    )  # fmt: skip
     _add_up[(ceil_div(hidden, _SUMMED), num_tokens)](
         parts, out, hidden, EACH=each, SIZE=_SUMMED, num_warps=4, **overlapped()
     )
@@ -107,27 +82,10 @@ def _sizes(tiles: Tiles, columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _gate_up(
-    x,
-    weight,
-    bias,
-    order,
-    experts,
-    firsts,
-    counts,
-    out,
-    columns,
-    size,
-    alpha,
-    limit,
-    EACH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_CLAMPED: tl.constexpr,
-    IS_GELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, bias, order, experts, firsts, counts, out, columns, size, alpha, limit,
+    EACH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CLAMPED: tl.constexpr, IS_GELU: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_kernels_before(PDL)
     tile = tl.program_id(1)
     count = tl.load(counts + tile)
@@ -146,11 +104,8 @@ def _gate_up(
     for start in range(0, columns, CHUNK):
         column = start + tl.arange(0, CHUNK)
         is_column = column < columns
-        a = tl.load(
-            x + token[:, None] * columns + column[None, :],
-            mask=is_row[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        source = x + token[:, None] * columns + column[None, :]
+        a = tl.load(source, mask=is_row[:, None] & is_column[None, :], other=0.0)
         mask = is_output[:, None] & is_column[None, :]
         g = tl.load(weight + gate_row[:, None] * columns + column[None, :], mask=mask, other=0.0)
         u = tl.load(weight + up_row[:, None] * columns + column[None, :], mask=mask, other=0.0)
@@ -173,23 +128,10 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    x,
-    weight,
-    bias,
-    weights,
-    order,
-    experts,
-    firsts,
-    counts,
-    out,
-    columns,
-    hidden,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, weight, bias, weights, order, experts, firsts, counts, out, columns, hidden,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_kernels_before(PDL)
     tile = tl.program_id(1)
     count = tl.load(counts + tile)
@@ -206,16 +148,10 @@ def _down(
     for start in range(0, columns, CHUNK):
         column = start + tl.arange(0, CHUNK)
         is_column = column < columns
-        a = tl.load(
-            x + place.to(tl.int64)[:, None] * columns + column[None, :],
-            mask=is_row[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight + weight_row[:, None] * columns + column[None, :],
-            mask=is_output[:, None] & is_column[None, :],
-            other=0.0,
-        )
+        source = x + place.to(tl.int64)[:, None] * columns + column[None, :]
+        a = tl.load(source, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        source = weight + weight_row[:, None] * columns + column[None, :]
+        w = tl.load(source, mask=is_output[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + weight_row, mask=is_output, other=0.0).to(tl.float32)[None, :]

@@ -49,18 +49,10 @@ def route(
     experts = torch.empty(num_tokens, num_per_token, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(experts, dtype=torch.float32)
     _route[(num_tokens,)](
-        logits,
-        factors,
-        experts,
-        weights,
-        num_experts,
-        EACH=num_per_token,
-        IS_NORMED=is_normed,
-        SIZE=next_power_of_2(num_experts),
-        SLOTS=next_power_of_2(num_per_token),
-        num_warps=1,
-        **overlapped(),
-    )
+        logits, factors, experts, weights, num_experts,
+        EACH=num_per_token, IS_NORMED=is_normed, SIZE=next_power_of_2(num_experts),
+        SLOTS=next_power_of_2(num_per_token), num_warps=1, **overlapped(),
+    )  # fmt: skip
     return Routes(experts, weights)
 
 
@@ -89,17 +81,10 @@ def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
 
 @triton.jit
 def _route(
-    logits,
-    factors,
-    experts,
-    weights,
-    num_experts,
-    EACH: tl.constexpr,
-    IS_NORMED: tl.constexpr,
-    SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
+    logits, factors, experts, weights, num_experts,
+    EACH: tl.constexpr, IS_NORMED: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One token. Of equal logits that of the first expert counts as higher."""
     wait_for_kernels_before(PDL)
     token = tl.program_id(0).to(tl.int64)
