@@ -31,8 +31,13 @@ from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
-from penstock.engine.kernels.blocks import copy_blocks, snapshot_states
-from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
+from penstock.engine.kernels.blocks import (
+    add_checksums,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+    snapshot_states,
+)
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
+from penstock.engine.kernels.blocks import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.memory.host import to_device
 from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.memory.tiers.host_pieces import HostPieces

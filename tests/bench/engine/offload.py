@@ -14,7 +14,7 @@ import torch
 
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.pool_mover import PoolMover, words_of
-from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
+from penstock.engine.kernels.blocks import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.loop import EngineLoop
 from penstock.engine.memory.tiers.host_tier import HostTier, Move
 from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine

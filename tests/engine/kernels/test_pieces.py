@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.pieces import add_checksums, gather_blocks, scatter_blocks
+from penstock.engine.kernels.blocks import add_checksums, gather_blocks, scatter_blocks
 from tests.support.kernels import DEVICE
 
 SEED = 2**62 + 1
