@@ -114,9 +114,11 @@ class _GpuLoading(Loading):
         used_before = gpu.used_bytes()
         with self._reading():
             llama, self._slots = self._read(quantized), self._make_slots()
-            self._quantization = quantized.info if quantized else None
-            del quantized  # the GPU has the codes now
-            gpu.release()
+            self._quantization = None
+            if quantized is not None:
+                self._quantization = quantized.info
+                del quantized  # the GPU has the codes now
+                gpu.release()
             used = gpu.used_bytes()
         weights = max(0, used - used_before - self._slot_bytes)
         with phases.timed("activations", "compiling kernels, and running the largest step"):
