@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
-from penstock.engine.loading.start import describe, of_ranks
+from penstock.engine.loading.description import describe
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
 from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits
 from penstock.engine.memory.pool.kv_pool import size_pool
+from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.sizing import GB, Sizing
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
@@ -97,6 +98,8 @@ def planned_model(
         expert_bytes=rank.expert_bytes,
         kv_dtype=kv_type,
         layout=layout,
+        whole=whole,
+        ranks=RankLayout(tensor_parallel_size),
     )
     graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
     step_model = analytic_model(
@@ -107,8 +110,6 @@ def planned_model(
         num_layers=model.num_layers,
         exchange=exchange,
     )
-    if tensor_parallel_size > 1:
-        info = of_ranks(info, whole, tensor_size=tensor_parallel_size)
     return PlannedModel(replace(info, runs_ahead=True, graph_sizes=graph_sizes), step_model)
 
 

@@ -1,4 +1,4 @@
-"""`CpuExecutor`: a transformer over a paged KV pool, on this machine's processor.
+"""`CpuExecutor`: a transformer over a paged KV pool, whose steps the host makes, and samples.
 
 It holds what a step needs of every sequence, its token ids and its block table, in one row per
 slot; a batch brings only differences. Sampled ids are written to the token table, where the next
@@ -6,33 +6,22 @@ step reads them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.config import EngineConfig
 from penstock.engine.executors.awaited_ids import AwaitedIds
-from penstock.engine.loading.cpu import BuildInput, load_on_cpu
-from penstock.engine.loading.place import ALONE, Place
-from penstock.engine.memory.pool.kv_pool import (
-    PoolSize,
-)
+from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.memory.tiers.disk_tier import DiskTier
 from penstock.engine.models.lora.store import Adapters
-from penstock.engine.native.model import NativeModel
-from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.group import Group
-from penstock.engine.ranks.pipeline import Pipeline
-from penstock.engine.sampling.grammar import Grammars
-from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
+from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.engine.step.executor import block_copies
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.model_input import ModelInput
@@ -47,48 +36,15 @@ _CPU = torch.device("cpu")
 class CpuExecutor:
     """See `penstock.engine.step.executor.Executor`."""
 
-    _native: NativeModel | None = None
-    _tier: DiskTier | None = None
-    _everyone: Group | None = None
-    _pipeline: Pipeline | None = None
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_dir: Path,
-        phases: Phases | None = None,
-        place: Place = ALONE,
-    ) -> None:
-        """place: of this process, where several compute the model together. Raises InvalidConfig
-        and InvalidModel."""
-        loaded = load_on_cpu(config, model_dir, phases or Phases(), place)
-        self._everyone, self._pipeline = place.everyone, place.pipeline
+    def __init__(self, loaded: LoadedModel) -> None:
+        info, max_num_seqs = loaded.info, loaded.max_num_seqs
+        self._everyone, self._pipeline = loaded.everyone, loaded.pipeline
         self.steps_in_flight = loaded.steps_in_flight
         self._model, self._native, self._pool = loaded.model, loaded.native, loaded.pool
-        self._tier, self._adapters, self._info = loaded.tier, loaded.adapters, loaded.info
-        self._build_input: BuildInput = loaded.build_input
-        self._make_tables(
-            config,
-            model_dir,
-            loaded.info.vocab_size,
-            loaded.info.eos_token_ids,
-            loaded.size,
-            loaded.argmax,
-        )
-
-    def _make_tables(
-        self,
-        config: EngineConfig,
-        model_dir: Path,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        size: PoolSize,
-        argmax_of: Callable[[Tensor], Tensor] = argmax,
-    ) -> None:
-        """Once there are a model and a pool: what the step holds of each slot."""
-        max_num_seqs = config.scheduler.max_num_seqs
-        max_blocks = -(-size.max_model_len // self._pool.block_size)
-        self._token_table = torch.zeros(max_num_seqs, size.max_model_len + 1, dtype=torch.int64)
+        self._tier, self._adapters, self._info = loaded.tier, loaded.adapters, info
+        self._build_input, self._grammars = loaded.build_input, loaded.grammars
+        max_blocks = -(-info.max_model_len // self._pool.block_size)
+        self._token_table = torch.zeros(max_num_seqs, info.max_model_len + 1, dtype=torch.int64)
         # The same memory: a number takes numpy a tenth of torch's time.
         self._tokens = self._token_table.numpy()
         num_groups = len(self._pool.all_groups)
@@ -97,12 +53,8 @@ class CpuExecutor:
         self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
         self._awaited = AwaitedIds()  # where this rank is not rank 0
-        grammars = Grammars.of_model(model_dir, vocab_size, eos_token_ids, config.load_format)
-        if not self._is_follower:
-            grammars.load_tokenizer()
-        self._grammars = GrammarTable(grammars, max_num_seqs, vocab_size)
-        self._sampler = Sampler(max_num_seqs, vocab_size, _CPU, self._grammars, argmax_of)
-        self._prompts = PromptReader(vocab_size, self._model.logits)
+        self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.argmax)
+        self._prompts = PromptReader(info.vocab_size, self._model.logits)
 
     @property
     def info(self) -> ModelInfo:

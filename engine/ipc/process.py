@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -24,22 +23,20 @@ import zmq
 
 from penstock.engine.adapter_commands import load_first
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.followers import Followers
 from penstock.engine.ipc.kv_events import KVEventPublisher
+from penstock.engine.loading.executor import build_executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
-from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.process import logs
 from penstock.engine.process.log_writer import flush_all
 from penstock.engine.process.parent_process import die_with_parent
 from penstock.engine.process.phases import Phases
-from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.step.executor import Executor
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import first_step_model
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.forecast import prefill_s
 from penstock.scheduler.scheduler import Scheduler
@@ -97,98 +94,6 @@ class Pipe:
     def close(self) -> None:
         self._socket.close()
         zmq.Context.instance().term()
-
-
-def build_executor(config: EngineConfig, phases: Phases) -> Executor:
-    """The executor of this config, its model loaded. Raises PenstockError."""
-    if config.scripted:
-        if config.tensor_parallel_size > 1:
-            raise InvalidConfig("--tensor-parallel-size: the scripted engine has no model to split")
-        if config.pipeline_parallel_size > 1:
-            raise InvalidConfig("--pipeline-parallel-size: the scripted engine has no model to cut")
-        from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-        from penstock.engine.hub.implementation import read_model
-        from penstock.engine.memory.pool.kept import KeptMemory, identity_of
-        from penstock.engine.memory.tiers.offload import block_files, disk_tier
-        from penstock.engine.sampling.grammar import Grammars
-        from penstock.engine.sampling.grammar_table import GrammarTable
-
-        model = read_model(Path(config.model), config.model_impl)
-        info = scripted_info(
-            vocab_size=model.vocab_size,
-            max_model_len=config.max_model_len or model.max_model_len,
-            block_size=config.block_size or 16,
-            eos_token_ids=model.eos_token_ids,
-        )
-        grammars = Grammars.of_model(
-            Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
-        )
-        grammars.load_tokenizer()
-        table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
-        identity = identity_of(Path(config.model), info.block_size)
-        files = block_files(config, identity)
-        kept = None
-        if config.kv_memory is not None:
-            kept = KeptMemory(config.kv_memory, identity, files.key if files else None)
-        return ScriptedExecutor(
-            info,
-            grammars=table,
-            step_s=config.scripted_step_s,
-            kept=kept,
-            make_tier=partial(disk_tier, files) if files else None,
-        )
-    layout = RankLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
-    if not 1 < layout.size <= MAX_RANKS:
-        return _build_executor(config, phases, None)
-    followers = Followers(layout)
-    try:
-        return _build_executor(config, phases, followers)
-    except BaseException:
-        followers.close()
-        raise
-
-
-def _build_executor(config: EngineConfig, phases: Phases, followers: Followers | None) -> Executor:
-    """followers: those of further ranks, where there are any, and not too many."""
-    with phases.timed("import", "importing torch"):
-        from penstock.engine.hub.implementation import find_implementation
-        from penstock.engine.loading.start import choose_device
-
-        device = choose_device(config.device)
-        implementation = find_implementation(Path(config.model), config.model_impl)
-    if isinstance(implementation, TransformersClass):
-        if config.pipeline_parallel_size > 1:
-            raise InvalidConfig(
-                f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model that "
-                "transformers' class computes cannot be cut into stages; use "
-                "--pipeline-parallel-size 1, or another model"
-            )
-        if config.tensor_parallel_size > 1:
-            raise InvalidConfig(
-                f"--tensor-parallel-size {config.tensor_parallel_size}: a model that transformers' "
-                "class computes cannot be split; use --tensor-parallel-size 1, or another model"
-            )
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        from penstock.engine.executors.parallel import build_parallel_executor, check_parallel
-
-        check_parallel(config, Path(config.model))
-        assert followers is not None
-        if device.type == "cuda":
-            from penstock.engine.executors.cuda.ranks import build_cuda_ranks
-
-            return build_cuda_ranks(config, phases, followers)
-        return build_parallel_executor(config, phases, followers)
-    if isinstance(implementation, TransformersClass):
-        from penstock.engine.executors.transformers import TransformersExecutor
-
-        return TransformersExecutor(config, Path(config.model), phases)
-    if device.type == "cuda":
-        from penstock.engine.executors.cuda.setup import build_cuda_executor
-
-        return build_cuda_executor(config, Path(config.model), phases=phases)
-    from penstock.engine.executors.cpu import CpuExecutor
-
-    return CpuExecutor(config, Path(config.model), phases)
 
 
 def serve(

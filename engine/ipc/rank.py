@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from penstock.engine.config import AdapterSource
@@ -25,7 +24,6 @@ from penstock.engine.executors.followers import (
     LastWords,
     LoadPart,
     PartLoaded,
-    Start,
     Step,
 )
 from penstock.engine.process import logs
@@ -62,7 +60,14 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    compute, adapters = _on_cpu(start) if start.board is None else _on_gpu(start, channel)
+    if start.board is None:
+        from penstock.engine.loading.cpu_ranks import follow_on_cpu
+
+        compute, adapters = follow_on_cpu(start)
+    else:
+        from penstock.engine.loading.gpu_ranks import follow_on_gpu
+
+        compute, adapters = follow_on_gpu(start, partial(_end, channel))
     gc.collect()
     gc.freeze()  # as rank 0 does
     receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
@@ -78,29 +83,6 @@ def _follow(channel: Channel) -> None:
             adapters.unload(message.adapter_id)
         else:
             raise AssertionError(message)
-
-
-def _on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
-    """What computes this rank's part of a step, and what has its parts of adapters. Its model is
-    loaded then."""
-    from penstock.engine.executors.cpu import CpuExecutor
-    from penstock.engine.executors.parallel import join, wait_limit_s
-    from penstock.engine.loading.place import Place
-
-    config = start.config
-    membership = join(config, start.store, start.rank)
-    place = Place(membership.tensor, membership.pipeline, start.pools)
-    executor = CpuExecutor(config, Path(config.model), place=place)
-    membership.everyone.barrier()
-    membership.wait_at_most(wait_limit_s(config))
-    return lambda step: executor.follow(step.batch, step.sampled), executor.adapters
-
-
-def _on_gpu(start: Start, channel: Channel) -> tuple[Callable[[Step], None], AdapterStore | None]:
-    """As `_on_cpu`, on a GPU."""
-    from penstock.engine.executors.cuda.ranks import follow_on_gpu
-
-    return follow_on_gpu(start, partial(_end, channel))
 
 
 def _load(source: AdapterSource, store: AdapterStore, channel: Channel) -> None:

@@ -7,52 +7,33 @@ another has done.
 import logging
 from collections.abc import Callable
 from ctypes import CDLL
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
+from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.files.gguf.file import is_gguf
-from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.loading.choices import choose_dtype
+from penstock.engine.loading.ledger import Ledger
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.rank_pools import pool_memory, pools_of_others
-from penstock.engine.loading.start import (
-    Ledger,
-    check_dtype,
-    check_quantization,
-    choose_dtype,
-    describe,
-    log_text_only,
-    log_widening,
-    most_adapter_bytes,
-    of_ranks,
-    reading,
-    weight_bytes,
-    weight_source,
-)
-from penstock.engine.memory.dtypes import kv_dtype
+from penstock.engine.loading.steps import Loading
+from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
-from penstock.engine.memory.pool.kept import KeptMemory, identity_of
-from penstock.engine.memory.pool.kv_pool import (
-    KVPools,
-    PoolSize,
-    resolve_max_model_len,
-    size_cpu_pool,
-)
+from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize, size_cpu_pool
 from penstock.engine.memory.tiers.block_files import BlockFiles
 from penstock.engine.memory.tiers.disk_tier import DiskTier
-from penstock.engine.memory.tiers.offload import block_files, disk_tier, refuse_with_states
+from penstock.engine.memory.tiers.offload import block_files, disk_tier
 from penstock.engine.memory.tiers.pool_bytes import PoolBytes, StepsInFlight
-from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
+from penstock.engine.models.at_load.quantize import Quantized, quantization_plan
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gathered import GatheredModel, least
-from penstock.engine.models.decoder.model import LlamaModel, Model
+from penstock.engine.models.decoder.gathered import GatheredModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.errors import (
     InvalidModel,
     UnsupportedFeature,
@@ -60,10 +41,7 @@ from penstock.engine.models.errors import (
 )
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.kept import AsStored
-from penstock.engine.models.layers.linear import MakeLinear, PlainLinear, cpu_linear
-from penstock.engine.models.lora.store import Adapters
-from penstock.engine.models.lora.weights import RankPart
-from penstock.engine.models.parts.adapter import Adapter
+from penstock.engine.models.layers.linear import cpu_linear
 from penstock.engine.models.parts.delta_net.layer import Recurrence, torch_recurrence
 from penstock.engine.native.features import check_features, may_code_kv
 from penstock.engine.native.inputs import gather_input
@@ -72,49 +50,15 @@ from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.engine.process.phases import Phases
-from penstock.engine.sampling.sampler import argmax
 from penstock.engine.step.model_info import ModelInfo
-from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.types import ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_DEFAULT_BLOCK_SIZE = 16
+_BLOCK_SIZE = 16
 # Read once at start for the metrics: larger than any last-level cache we know; it takes 30 ms.
 BANDWIDTH_PROBE_BYTES = 256 * 2**20
-
-BuildInput = Callable[[ScheduledBatch, Tensor, Tensor, int], ModelInput]
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadedModel:
-    """What an executor runs. native: the same as model where a step is compiled. argmax: of logits,
-    the likeliest ids. make_adapter: from tensors to what a step reads."""
-
-    model: Model
-    size: PoolSize
-    pool: KVPools
-    info: ModelInfo
-    adapters: Adapters
-    tier: DiskTier | None
-    steps_in_flight: StepsInFlight
-    native: NativeModel | None
-    build_input: BuildInput
-    argmax: Callable[[Tensor], Tensor]
-
-
-@dataclass(slots=True)
-class _Computed:
-    """What computes the model, and what that brings with it."""
-
-    model: Model
-    products: str = "torch"
-    native: NativeModel | None = None
-    build_input: BuildInput = build_model_input
-    argmax: Callable[[Tensor], Tensor] = argmax
-    make_adapter: Callable[[Adapter], Any] = field(default=lambda adapter: adapter)
 
 
 def load_on_cpu(config: EngineConfig, model_dir: Path, phases: Phases, place: Place) -> LoadedModel:
@@ -124,204 +68,103 @@ def load_on_cpu(config: EngineConfig, model_dir: Path, phases: Phases, place: Pl
             f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
             "on the CPU, which has one implementation of attention; leave the flag out"
         )
-    check_quantization(config, model_dir)
-    return _CpuLoading(config, model_dir, phases, place).load()
+    return _CpuLoading(config, model_dir, phases, place, _CPU, _BLOCK_SIZE).load()
 
 
-class _CpuLoading:
-    """The state that the steps of a start share. whole: the model of all ranks; divided: what this
-    rank has of every layer; model: of its own layers."""
-
-    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases, place: Place) -> None:
-        self._config, self._model_dir = config, model_dir
-        self._phases, self._place = phases, place
-        # The server's process shares them: a thread that it interrupts holds up no other.
-        self._num_threads = config.num_threads or max(1, num_cores() // place.num_ranks)
-        self._whole = ModelConfig.from_dir(model_dir)
-        check_dtype(config.dtype, self._whole)
-        if any(self._whole.recurrent):
-            refuse_with_states(config)
-        # None where there is one of them, so that a checkpoint is read as it is.
-        self._shard = None if place.group is None else place.shard(self._whole)
-        self._divided = place.shard(self._whole).config
-        self._stage = None if place.pipeline is None else place.stage(self._divided)
-        self._model = place.stage(self._divided).config
-        self._block_size = config.block_size or _DEFAULT_BLOCK_SIZE
-        self._steps_in_flight = StepsInFlight()
-
+class _CpuLoading(Loading):
     def load(self) -> LoadedModel:
         config, place, phases = self._config, self._place, self._phases
-        self._choose_types()
-        # Before the weights are read, so that a model that does not fit is reported at once.
-        self._plan_weights()
-        files, memory = self._plan_pool()
+        # The server's process shares them: a thread that it interrupts holds up no other.
+        self._num_threads = config.num_threads or max(1, num_cores() // place.layout.size)
+        dtype = self._choose_library()
+        self._plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
+        self._plan_pool()
+        files, memory = self._files_and_memory()
         place.barrier()  # the memory that is free is divided before anybody takes some
         available = available_memory_bytes()
         size = self._size_pool(memory)
-        quantized = self._quantize()
-        llama = self._read_weights(quantized, size)
+        quantized = self._quantize(self._num_threads)
+        with self._reading():
+            llama = self._read(quantized, size)
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            pool = KVPools(
-                self._model.kv_shape,
-                self._layout,
-                size.of_groups,
-                self._block_size,
-                self._kv_type,
-                _CPU,
-                memory,
-            )
-            tier = self._tier(files, pool, size)
-            computed = self._compiled(llama, pool)
-        if place.group:
-            computed.model = GatheredModel(computed.model, place.group, self._whole.vocab_size)
-        info = self._described(llama, size, computed.products, quantized)
-        adapters = Adapters(
-            config.lora,
-            self._model,
-            self._dtype,
-            _CPU,
-            config.scheduler.max_num_seqs,
-            computed.make_adapter,
-            part=RankPart(whole=self._whole, shard=self._shard, first_layer=llama.first_layer),
-        )
-        self._log_ledger(size, available)
-        return LoadedModel(
-            model=computed.model,
-            size=size,
+            shape, sizes = self._model.kv_shape, (size.of_groups, self._block_size)
+            pool = KVPools(shape, self._layout, *sizes, self._kv_type, _CPU, memory)
+            steps_in_flight = StepsInFlight()
+            tier = self._tier(files, pool, size, steps_in_flight)
+            native = self._native(llama, pool)
+        products = "torch" if native is None else native.products
+        loaded = LoadedModel(
+            model=native or llama,
             pool=pool,
-            info=info,
-            adapters=adapters,
+            info=self._info(llama, size, products, quantized),
+            adapters=self._adapters(*(() if native is None else (native.packed_adapter,))),
+            grammars=self._grammars(),
+            max_num_seqs=config.scheduler.max_num_seqs,
             tier=tier,
-            steps_in_flight=self._steps_in_flight,
-            native=computed.native,
-            build_input=computed.build_input,
-            argmax=computed.argmax,
+            steps_in_flight=steps_in_flight,
+            native=native,
+            everyone=place.everyone,
+            pipeline=place.pipeline,
         )
+        if native is not None and self._library is not None:
+            loaded.build_input, loaded.argmax = partial(gather_input, self._library), native.argmax
+        if place.group:
+            loaded.model = GatheredModel(loaded.model, place.group, self._whole.vocab_size)
+        self._log_ledger(size, available)
+        return loaded
 
-    def _choose_types(self) -> None:
-        """The types of weights, keys and values, and what computes them."""
+    def _choose_library(self) -> torch.dtype:
+        """The compiled step, where there is one, and the type of the weights."""
         place = self._place
         with self._phases.timed("compile", "loading the step that is compiled for this processor"):
             if not place.is_first:
                 place.barrier()  # rank 0 compiles for all
-            self._dtype, self._library = _dtype_and_library(
-                self._config, self._divided, self._model_dir
-            )
+            dtype, self._library = _dtype_and_library(self._config, self._divided, self._model_dir)
             if place.is_first:
                 place.barrier()
-        self._kv_type = kv_dtype(self._config.kv_cache_dtype, self._dtype)
-        self._make_linear: MakeLinear = PlainLinear
         if self._library is None:
-            has_experts = self._model.experts is not None
-            self._make_linear = cpu_linear(self._dtype, has_experts=has_experts)
-        self._kept = AsStored(() if self._library is None else FORMATS)
+            self._make_linear = cpu_linear(dtype, has_experts=self._model.experts is not None)
+        return dtype
 
-    def _plan_weights(self) -> None:
-        config, model, dtype = self._config, self._model, self._dtype
-        log_text_only(config, model)
-        log_widening(model, dtype, self._kept)
-        self._plan = quantization_plan(config.quantization, model, dtype, stage=self._stage)
-        self._num_weight_bytes = weight_bytes(
-            model,
-            config.load_format,
-            self._model_dir,
-            dtype,
-            kept=self._kept,
-            plan=self._plan,
-            stage=self._stage,
-        )
-
-    def _plan_pool(self) -> tuple[BlockFiles | None, KeptMemory | None]:
+    def _files_and_memory(self) -> tuple[BlockFiles | None, KeptMemory | None]:
         """The files of blocks, and the memory that the pool is in, where these are given."""
-        config, place, model = self._config, self._place, self._model
-        itemsize = self._kv_type.itemsize
-        self._longest = resolve_max_model_len(config.max_model_len, model.max_model_len)
-        whole_layout = self._divided.kv_layout(self._longest)
-        stage = place.stage(self._divided)
-        self._pools = stage.pools(whole_layout, self._block_size, itemsize)
-        self._layout = stage.layout(whole_layout)
-        # What decides the bytes of a block of the same tokens.
-        compiled = None if self._library is None else Path(self._library._name).name
-        formats = (self._dtype, self._kv_type, config.load_format, config.quantization)
-        divided = () if place.is_alone else (place.layout,)
-        identity = identity_of(
-            self._model_dir, model, formats, self._block_size, compiled, self._layout, *divided
-        )
+        config, place = self._config, self._place
+        identity = self._identity(self._library and Path(self._library._name).name)
         files = block_files(config, identity) if place.is_first else None
         memory = None
-        if place.rank_pools and not place.is_alone:
+        if place.rank_pools:
             memory = pool_memory(place.rank_pools, place.rank)
         elif config.kv_memory is not None and place.is_alone and self._layout.state is None:
             memory = KeptMemory(config.kv_memory, identity, files.key if files else None)
         return files, memory
 
     def _size_pool(self, memory: KeptMemory | None) -> PoolSize:
-        """As many blocks as the rank has memory for that has least."""
         size = size_cpu_pool(
             self._config,
-            self._pools,
+            self._largest_pools,
             weight_bytes=self._num_weight_bytes,
             max_model_len=self._model.max_model_len,
             kept=memory,
-            num_ranks=self._place.num_ranks,
+            num_ranks=self._place.layout.size,
         )
-        if (everyone := self._place.everyone) is None:
-            return size
-        num_blocks, *more, max_len = least(everyone, [*size.of_groups, size.max_model_len])
-        return PoolSize(num_blocks, max_len, tuple(more))
+        return self._least(size)
 
-    def _quantize(self) -> Quantized | None:
-        if self._plan is None:
-            return None
-        with torch.inference_mode():
-            return quantize(
-                self._config,
-                self._model_dir,
-                self._plan,
-                self._phases,
-                self._num_threads,
-                shard=self._shard,
-                stage=self._stage,
-            )
-
-    def _read_weights(self, quantized: Quantized | None, size: PoolSize) -> LlamaModel:
-        what, place = reading(self._num_weight_bytes, self._dtype), self._place
-        timed = self._phases.timed("weights", what, total=self._num_weight_bytes)
-        with timed, torch.inference_mode():
-            # The threads that read are Python's; each of torch's calls inside them uses one.
-            torch.set_num_threads(1)
+    def _read(self, quantized: Quantized | None, size: PoolSize) -> LlamaModel:
+        llama = self._read_weights(
+            quantized,
+            self._num_threads,
             # An arena where weights stay as they are read, and are not packed.
-            empty = torch.empty if self._library is None else Arena().empty
-            source = weight_source(
-                self._config.load_format,
-                self._model_dir,
-                self._model,
-                partial(empty, dtype=self._dtype),
-                self._phases,
-                quantized,
-                make_linear=self._make_linear,
-                kept=self._kept,
-                shard=self._shard,
-            )
-            llama = LlamaModel(
-                self._model,
-                place.stage(self._divided).of(source),
-                self._make_linear,
-                gathered_attention,
-                max_model_len=size.max_model_len,
-                device=_CPU,
-                num_load_threads=self._num_threads,
-                shard=self._shard,
-                group=place.group,
-                recurrence=_recurrence(self._model, self._num_threads),
-                stage=self._stage,
-                pipeline=place.pipeline,
-                dtype=self._dtype,
-            )
-            torch.set_num_threads(self._num_threads)
+            partial(torch.empty if self._library is None else Arena().empty, dtype=self._dtype),
+            size.max_model_len,
+            recurrence=_recurrence(self._model, self._num_threads),
+            pipeline=self._place.pipeline,
+        )
+        torch.set_num_threads(self._num_threads)
         return llama
 
-    def _tier(self, files: BlockFiles | None, pool: KVPools, size: PoolSize) -> DiskTier | None:
+    def _tier(
+        self, files: BlockFiles | None, pool: KVPools, size: PoolSize, in_flight: StepsInFlight
+    ) -> DiskTier | None:
         """Blocks on the disk. They are of all ranks' pools."""
         place = self._place
         if place.rank_pools:
@@ -339,74 +182,52 @@ class _CpuLoading:
                 self._block_size,
                 self._kv_type,
             )
-        return disk_tier(files, PoolBytes(pools, self._steps_in_flight))
+        return disk_tier(files, PoolBytes(pools, in_flight))
 
-    def _compiled(self, llama: LlamaModel, pool: KVPools) -> _Computed:
-        """The compiled step where there is one, and else torch."""
+    def _native(self, llama: LlamaModel, pool: KVPools) -> NativeModel | None:
+        """The compiled step, where there is one; else torch computes the model."""
         if self._library is None:
-            return _Computed(llama)
+            return None
         try:
-            native = NativeModel(self._library, llama, pool, self._num_threads)
+            return NativeModel(self._library, llama, pool, self._num_threads)
         except UnsupportedWeightFormat as error:
             _warn_of_torch(error)
-            return _Computed(llama)
-        return _Computed(
-            native,
-            native.products,
-            native,
-            partial(gather_input, self._library),
-            native.argmax,
-            native.packed_adapter,
-        )
+            return None
 
-    def _described(
+    def _info(
         self, llama: LlamaModel, size: PoolSize, products: str, quantized: Quantized | None
     ) -> ModelInfo:
         """Measures what the device can do, too."""
         place, phases = self._place, self._phases
         computed_by = f"{products}, {self._num_threads} thread{'s' * (self._num_threads > 1)}"
-        if place.num_ranks > 1:
-            computed_by += f" in each of {place.num_ranks} processes"
+        if not place.is_alone:
+            computed_by += f" in each of {place.layout.size} processes"
         logger.info("computed by %s", computed_by)
         place.barrier()  # so that each measures its share
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             bandwidth = read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
             flops = matmul_flops(self._dtype)
-        info = describe(
-            self._model,
-            self._dtype,
+        return self._described(
             "cpu",
+            llama,
             size,
-            self._block_size,
-            bandwidth,
-            phases.seconds,
-            flops,
-            weight_bytes=llama.step_weight_bytes,
-            expert_bytes=llama.expert_bytes,
-            kv_dtype=self._kv_type,
+            quantized.info if quantized else None,
+            bandwidth=bandwidth,
+            flops=flops,
             computed_by=computed_by,
-            quantization=quantized.info if quantized else None,
-            layout=self._layout,
-        )
-        if place.is_alone:
-            return info
-        sizes = place.layout
-        return of_ranks(
-            info, self._whole, tensor_size=sizes.tensor_size, num_stages=sizes.num_stages
         )
 
     def _log_ledger(self, size: PoolSize, available: int) -> None:
         """available: bytes of memory, before the weights and the pool took some."""
         total = total_memory_bytes()
-        pools = self._layout.pools(self._model.kv_shape, self._block_size, self._kv_type.itemsize)
         Ledger(
             total=total,
             others=total - available,
             weights=self._num_weight_bytes,
-            kv_pool=size.num_bytes(pools),
+            kv_pool=size.num_bytes(self._pools),
             adapters=most_adapter_bytes(self._config.lora, self._model, self._dtype),
-        ).log(size, pools)
+        ).log(size, self._pools)
 
 
 def _dtype_and_library(

@@ -75,7 +75,7 @@ def _pack_layer(
 
 
 def _ranks(model: LlamaModel) -> Structure:
-    if model.group is None or model.shard is None:
+    if model.group is None:
         return _RANKS()
     assert isinstance(model.group, SharedMemoryGroup), model.group
     group, all_reduce = model.group.all_reduce_lane

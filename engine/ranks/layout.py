@@ -37,3 +37,6 @@ class RankLayout:
         if self.num_stages == 1:
             return f"rank {rank}"
         return f"rank {rank} (stage {self.stage_of(rank)})"
+
+
+ONE_RANK = RankLayout()

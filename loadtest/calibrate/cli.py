@@ -103,7 +103,7 @@ def calibration_of(base_url: str, measured: Measured, read: ServerSteps) -> Cali
 def _from_sweep(args: argparse.Namespace) -> Calibration:
     # Not at the top: `--help` and the completion of a shell should not wait for them.
     from penstock.engine.hub.hub import open_model
-    from penstock.engine.ipc.process import build_executor
+    from penstock.engine.loading.executor import build_executor
     from penstock.engine.process.phases import Phases
 
     config = engine_config(args)

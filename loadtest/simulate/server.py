@@ -99,7 +99,7 @@ def planned_server(
     directory that is none."""
     # Not at the top: they import torch, and a calibrated server does not need it.
     from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantization
-    from penstock.engine.executors.parallel import check_parallel
+    from penstock.engine.loading.cpu_ranks import check_parallel
     from penstock.engine.memory.dtypes import TORCH_DTYPES
     from penstock.engine.models.config import ModelConfig
     from penstock.engine.planned_model import planned_model

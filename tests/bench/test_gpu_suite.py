@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.executors.cuda.ranks import SHARED_DEVICE
+from penstock.engine.loading.gpu_ranks import SHARED_DEVICE
 from tests.bench.engine.__main__ import main as bench
 from tests.bench.gpu.goals import GOALS, LLAMA, SMALL, table, verdicts, with_shares
 from tests.bench.gpu.parts import Run

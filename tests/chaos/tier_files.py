@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from penstock.engine.config import Device, EngineConfig
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.memory.tiers.disk_tier import DiskTier
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.executors import cpu_executor
 from tests.support.paths import DEMO_MODEL
 from tests.support.tier_files import DAMAGES, damage, files_in
 
@@ -39,7 +39,7 @@ class _Asked:
             kv_cache_memory_bytes=64 * 2**20,
             scheduler=self._config,
         )
-        self._executor = CpuExecutor(config, DEMO_MODEL)
+        self._executor = cpu_executor(config, DEMO_MODEL)
         assert self._executor.tier
         self.tier = self._executor.tier
 

@@ -17,18 +17,16 @@ from penstock.engine.errors import AdapterRefused
 from penstock.engine.executors import cpu
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Followers
-from penstock.engine.executors.parallel import (
-    ParallelExecutor,
-    build_parallel_executor,
-    layout_of,
-)
+from penstock.engine.executors.parallel import ParallelExecutor
 from penstock.engine.ipc.supervisor import EndCause
+from penstock.engine.loading.cpu_ranks import build_parallel_executor, layout_of
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 from tests.support.adapters import LinearShapes, save_adapter
+from tests.support.executors import cpu_executor
 from tests.support.parallel_answers import assert_close, parallel_config, requests
 from tests.support.paths import DEMO_MODEL
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
@@ -107,7 +105,7 @@ def test_ranks_answer_as_one_with_two_adapters_and_without(
         monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
     config = saved(family, tmp_path, codes)
     num_tokens = 60 if is_compiled else 12
-    alone = CpuExecutor(config, tmp_path)
+    alone = cpu_executor(config, tmp_path)
     expected = answers(config, alone, num_tokens)
     config = replace(config, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
     ranks = RankThreads(config, memberships(config))
@@ -149,7 +147,7 @@ def test_an_adapter_that_one_rank_cannot_load_is_on_none(
 ) -> None:
     config = saved("qwen3", tmp_path)
     asked = requests(8)[2:4]
-    alone = CpuExecutor(config, tmp_path)
+    alone = cpu_executor(config, tmp_path)
     ids = [load(alone, config.model, name) for name in ("first", "second")]
     named = [replace(each, adapter=id_) for each, id_ in zip(asked, ids, strict=True)]
     expected = SteppedEngine(config, alone).run(named)

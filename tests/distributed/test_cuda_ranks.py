@@ -21,14 +21,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.ranks import (
-    SHARED_DEVICE,
-    CudaRanks,
-    build_cuda_ranks,
-    check_stages,
-)
-from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.executors.cuda.ranks import CudaRanks
 from penstock.engine.executors.followers import Followers
+from penstock.engine.loading.gpu import load_on_gpu
+from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks, check_stages
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
@@ -237,7 +233,7 @@ def test_ranks_round_their_own_weights(
     path = save(make_model("qwen3", **WHOLE_GROUPS), tmp_path / "model")
     config, asked = config_of(path, quantization=Quantization.INT8), requests(3)
     gpu = None if torch.cuda.is_available() else Interpreter()
-    expected = SteppedEngine(config, build_cuda_executor(config, path, gpu)).run(asked)
+    expected = SteppedEngine(config, load_on_gpu(config, path, gpu)).run(asked)
     with started(config, shares_device, 2) as ranks:
         for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
             assert_close(one, other)

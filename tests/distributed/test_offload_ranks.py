@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.scheduler.stats import PlaceStats
 from penstock.scheduler.types import RequestOutput
+from tests.support.executors import cpu_executor
 from tests.support.parallel_answers import assert_close, parallel_config, rank_bytes, requests
 from tests.support.rank_processes import ids_of, rank_of, started, until_ended
 from tests.support.rank_threads import RankThreads, memberships
@@ -55,7 +55,7 @@ def test_what_ranks_wrote_the_next_ones_read_and_damage_is_computed_again(
 ) -> None:
     path = save(make_model(family, max_position_embeddings=512), tmp_path / "model")
     config = parallel_config(path)
-    expected = SteppedEngine(config, CpuExecutor(config, path)).run(requests(NUM_TOKENS))
+    expected = SteppedEngine(config, cpu_executor(config, path)).run(requests(NUM_TOKENS))
     config = replace(
         config,
         tensor_parallel_size=tensor_size,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.loading.start import describe
+from penstock.engine.loading.description import describe
 from penstock.engine.memory.pool.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.step.model_info import ModelInfo, RoutedExperts

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.process.phases import LoadProgress, Phases
+from tests.support.executors import cpu_executor
 from tests.support.tiny_models import FAMILIES, engine_config, make_model, save
 
 
@@ -16,7 +16,7 @@ def test_the_bytes_of_all_weights_that_are_read_are_those_announced(
 ) -> None:
     path = save(make_model(family), tmp_path)
     reports: list[LoadProgress] = []
-    CpuExecutor(engine_config(path), path, Phases(reports.append))
+    cpu_executor(engine_config(path), path, Phases(reports.append))
     counts = [report.num_done for report in reports if report.phase == "weights"]
     last = next(report for report in reversed(reports) if report.phase == "weights")
     assert counts == sorted(counts) and counts[0] == 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # Bounds every argument, loaded value and counter: ids, positions, rows and strides; blocks are
-# limited to this (`penstock.engine.executors.cuda.setup`). 64-bit values are always wide enough.
+# limited to this (`penstock.engine.loading.gpu`). 64-bit values are always wide enough.
 _MOST = 2**20
 # The most programs of a launch, in its first dimension (tokens) and the others (CUDA's limit).
 _PROGRAMS = (_MOST, 2**16)

@@ -28,8 +28,8 @@ from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadForma
 from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
-from penstock.engine.executors.cuda.setup import build_cuda_executor
 from penstock.engine.kernels.tables import store_lengths
+from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
@@ -204,7 +204,7 @@ class Rehearsal:
         }
         self.gpu = gpu
         self.config = EngineConfig(**(settings | changes))
-        self.executor: CudaExecutor = build_cuda_executor(self.config, model_dir, ranks=ranks)
+        self.executor: CudaExecutor = load_on_gpu(self.config, model_dir, ranks=ranks)
         info, tier = self.executor.info, self.executor.tier
         assert tier is None or isinstance(tier, HostTier), tier
         self.tier = tier

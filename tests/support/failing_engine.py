@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.ipc.process import build_executor, main
+from penstock.engine.ipc.process import main
+from penstock.engine.loading.executor import build_executor
 from penstock.engine.process.phases import Phases
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.engine.step.model_info import ModelInfo

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import ModelImpl
-from penstock.engine.ipc.process import build_executor
+from penstock.engine.loading.executor import build_executor
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams

@@ -19,6 +19,7 @@ from penstock.scheduler.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from tests.support.executors import cpu_executor
 from tests.support.rank_threads import Digested, RankThreads, memberships
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config
@@ -74,7 +75,7 @@ def assert_ranks_answer_alike(
     """Returns the ranks, closed. of_one: what one rank computes, if not the same."""
     asked = requests(num_tokens, ModelConfig.from_dir(Path(config.model)).vocab_size)
     of_one = of_one or config
-    alone = SteppedEngine(of_one, CpuExecutor(of_one, Path(of_one.model)), _NUM_BLOCKS)
+    alone = SteppedEngine(of_one, cpu_executor(of_one, Path(of_one.model)), _NUM_BLOCKS)
     expected = alone.run(asked)
     digested: list[Digested] = []
 

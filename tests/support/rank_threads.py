@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.followers import Step
-from penstock.engine.executors.parallel import ParallelExecutor, join, layout_of, link_size
+from penstock.engine.executors.parallel import ParallelExecutor
+from penstock.engine.loading.cpu_ranks import join, layout_of, link_size
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.rank_pools import rank_pools
 from penstock.engine.memory.pool.kv_pool import LayerPools
@@ -24,6 +25,7 @@ from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.membership import Membership, membership_bytes
 from penstock.engine.ranks.shared_memory import memory_of
 from penstock.engine.step.model_input import ModelInput
+from tests.support.executors import cpu_executor
 
 
 def memberships(config: EngineConfig) -> list[Membership]:
@@ -49,9 +51,9 @@ class RankThreads(ParallelExecutor):
         """change: what is done to each executor before it runs."""
         threads = [ThreadPoolExecutor(1) for _ in members]
         pools = rank_pools(layout_of(config)) if config.kv_offload_dir else ()
-        start = partial(CpuExecutor, config, Path(config.model), None)
+        start = partial(cpu_executor, config, Path(config.model), None)
         futures = [
-            thread.submit(start, Place(each.tensor, each.pipeline, pools))
+            thread.submit(start, Place.on_cpu(each, layout_of(config), pools))
             for thread, each in zip(threads, members, strict=True)
         ]
         self.ranks = _results(futures)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput
+from tests.support.executors import cpu_executor
 
 
 class SteppedEngine:
@@ -22,7 +22,7 @@ class SteppedEngine:
         num_blocks: int | None = None,
     ) -> None:
         """executor: `CpuExecutor` where none is given. num_blocks: fewer than the pool has."""
-        self.executor = executor or CpuExecutor(config, Path(config.model))
+        self.executor = executor or cpu_executor(config, Path(config.model))
         info = self.executor.info
         groups = info.kv_groups
         if num_blocks is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.kernels.attention.gathered import gathered_attention
-from penstock.engine.loading.start import weight_source
+from penstock.engine.loading.weights import weight_source
 from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel, Model

@@ -130,7 +130,7 @@ class DecodeKey(NamedTuple):
 
 
 class CudaExecutor:
-    """See `penstock.engine.step.executor.Executor`. `penstock.engine.executors.cuda.setup` builds
+    """See `penstock.engine.step.executor.Executor`. `penstock.engine.loading.gpu` builds
     one."""
 
     tier: BlockTier | None = None

@@ -72,7 +72,7 @@ def quantization_plan(
             f"--quantization is {method}, and a model with gated delta nets is computed from plain "
             "weights alone; leave it out"
         )
-    if stage is not None and model.per_layer_inputs is not None:
+    if stage is not None and stage.num_stages > 1 and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--quantization is {method}, and a stage cannot round its own layers' rows of "
             f"{PROJECTION}; leave it out, or --pipeline-parallel-size"
@@ -205,9 +205,9 @@ class Rounder:
 def _share(shard: Shard | None, stage: Stage | None) -> str:
     """Which part of the model a rank has; empty where it has all."""
     words = []
-    if shard is not None:
+    if shard is not None and shard.size > 1:
         words.append(f"rank {shard.rank} of {shard.size}")
-    if stage is not None:
+    if stage is not None and stage.num_stages > 1:
         words.append(f"stage {stage.index} of {stage.num_stages}")
     return ", ".join(words)
 

@@ -152,7 +152,7 @@ class FusedModel:
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)
         self._of_all: dict[torch.dtype, Tensor] = {}
-        if vocab_size and model.shard is not None and model.shard.rank == 0:
+        if vocab_size and model.group is not None and model.group.rank == 0:
             whole = model.shard.model.vocab_size
             for part in (self._few_logits, self._logits):
                 self._of_all[part.dtype] = part.new_empty(len(part), whole)
@@ -188,7 +188,7 @@ class FusedModel:
         if (pipeline := self._pipeline) is None or pipeline.before is None:
             residual = model.embedding.new_empty(num_tokens, config.hidden_size)
             mixed = self._mixed(step, residual)
-            first_id = None if model.shard is None else model.shard.first_id
+            first_id = None if model.group is None else model.shard.first_id
             embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
             self._summed(residual)
         else:
@@ -222,7 +222,7 @@ class FusedModel:
     def logits_of_normed(self, states: Tensor) -> Tensor:
         """Of states after the final norm: (S, vocab_size) float32; zeros but on the first rank."""
         out = self._scaled(self._lm_head.many(states).float())
-        if (group := self._model.group) is None or self._model.shard is None:
+        if (group := self._model.group) is None:
             return out
         logits = out.new_zeros(len(out), self._model.shard.model.vocab_size)
         parts = group.gather(out)

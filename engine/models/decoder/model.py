@@ -184,16 +184,16 @@ class LlamaModel:
         where there are several stages, and else that of the embedding. maps_tables: as of
         `PerLayerInputs`."""
         self.config = config
-        self.shard, self.group, self.pipeline = shard, group, pipeline
-        self.first_layer = 0 if stage is None else stage.layers.start
-        is_first = stage is None or stage.is_first
-        is_last = stage is None or stage.is_last
+        self.shard = shard or Shard(config)
+        self.group, self.pipeline = group, pipeline
+        stage = stage or Stage(config, 0, 1)
+        self.first_layer, is_last = stage.layers.start, stage.is_last
         self._attention = attention
         self._recurrence = recurrence
         reader = PartReader(weights, make_linear, config.norm)
         self.embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
         with ThreadPoolExecutor(num_load_threads) as pool:
-            if is_first or (is_last and config.head.is_tied):
+            if stage.is_first or (is_last and config.head.is_tied):
                 [table] = config.embedding.linears.values()
                 self.embedding = weights.read(table.shape, f"{table.names[0]}.weight")
             layers = pool.map(
@@ -275,7 +275,7 @@ class LlamaModel:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         config = self.config.embedding
-        if self.shard is None:
+        if self.shard.size == 1:
             return embed(config, self.embedding, token_ids)
         own = token_ids - self.shard.first_id
         is_own = (own >= 0) & (own < len(self.embedding))

@@ -66,6 +66,8 @@ class Stage:
 
     @cached_property
     def layers(self) -> range:
+        if self.num_stages == 1:
+            return range(self.model.num_layers)
         starts = stage_starts(self.model)
         return divided(layer_weights(self.model), self.num_stages, starts)[self.index]
 

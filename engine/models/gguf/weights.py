@@ -185,13 +185,11 @@ class _Stored:
         return pairs.transpose(1, 2).reshape(raw.shape)
 
 
-def loaded_bytes(
-    path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage | None = None
-) -> int:
-    """What the weights take when they are read, or those of a stage."""
+def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage) -> int:
+    """The bytes that a stage's weights take when they are read."""
     gguf = open_gguf(path)
     sizes = _loaded_bytes(gguf, dtype, kept)
-    if stage is None:
+    if stage.num_stages == 1:
         return sum(sizes.values())
     embedding = 0
     if stage.is_last and OUTPUT not in gguf.tensors:

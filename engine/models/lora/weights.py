@@ -97,7 +97,7 @@ def read_adapter(
                 down, up = tensors.change(module, projection, rank)
                 if not is_own:
                     continue
-                if part.shard is not None:
+                if part.shard is not None and part.shard.size > 1:
                     matrix = f"model.layers.{index}.{name}.weight"
                     down, up = (
                         each.clone(memory_format=torch.contiguous_format)

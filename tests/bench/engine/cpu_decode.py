@@ -15,6 +15,7 @@ from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.memory.hardware import read_bandwidth
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
+from tests.support.executors import cpu_executor
 
 # SmolLM-135M's shape: 134.5 million parameters, 269 MB in bfloat16, eight times a large L3.
 SHAPE_135M = {
@@ -36,7 +37,7 @@ def random_executor(dtype: Dtype, num_threads: int, num_seqs: int) -> CpuExecuto
     """Of random weights in that shape."""
     with tempfile.TemporaryDirectory() as model_dir:
         Path(model_dir, "config.json").write_text(json.dumps(SHAPE_135M))
-        return CpuExecutor(
+        return cpu_executor(
             EngineConfig(
                 model=model_dir,
                 device=Device.CPU,

@@ -9,9 +9,10 @@ import torch
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.executors.cuda.ranks import SHARED_DEVICE, CudaRanks, build_cuda_ranks
-from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.executors.cuda.ranks import CudaRanks
 from penstock.engine.executors.followers import Followers
+from penstock.engine.loading.gpu import load_on_gpu
+from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.layout import RankLayout
@@ -45,7 +46,7 @@ def build_executor(
     if kv_cache_memory_bytes is not None and the_device().type == "cuda":
         config = replace(config, kv_cache_memory_bytes=kv_cache_memory_bytes)
     gpu = None if the_device().type == "cuda" else Interpreter()
-    return build_cuda_executor(config, model_dir, gpu)
+    return load_on_gpu(config, model_dir, gpu)
 
 
 def build_ranks(

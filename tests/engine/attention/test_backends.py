@@ -18,7 +18,6 @@ from tests.support.paths import DEMO_MODEL
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.kernels.attention.flash import FlashAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
@@ -30,6 +29,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.executors import cpu_executor
 from tests.support.flash_attn_module import SOURCE, FlashAttnModule, parameters
 from tests.support.kernels import DEVICE, error, poisoned, random
 
@@ -218,4 +218,4 @@ def test_a_cache_in_8_bits_is_refused_by_flash_attention() -> None:
 def test_the_cpu_refuses_a_backend_by_name() -> None:
     config = EngineConfig(model=str(DEMO_MODEL), attention_backend=AttentionBackend.TORCH)
     with pytest.raises(InvalidConfig, match="leave the flag out"):
-        CpuExecutor(config, DEMO_MODEL)
+        cpu_executor(config, DEMO_MODEL)

@@ -11,13 +11,14 @@ from penstock.engine.config import Device, Dtype, LoadFormat
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.setup import build_cuda_executor
-from penstock.engine.ipc.process import build_executor
+from penstock.engine.loading.executor import build_executor
+from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
 from tests.support.compiler import needs_compiler
+from tests.support.executors import cpu_executor
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import (
@@ -83,7 +84,7 @@ def generate(
 @pytest.fixture(scope="module")
 def stories() -> Any:
     golden = json.loads((STORIES / "golden.json").read_text())
-    return CpuExecutor(engine_config(STORIES), STORIES), golden
+    return cpu_executor(engine_config(STORIES), STORIES), golden
 
 
 @needs_stories
@@ -110,7 +111,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
-    executor = CpuExecutor(engine_config(tiny), tiny)
+    executor = cpu_executor(engine_config(tiny), tiny)
     prompt = [5, 6, 7, 8, 9, 10]
     batch = make_batch((0,), (0,), (6,), assignments=(assign(0, prompt, [3, 4]),))
     first = executor.execute(batch).wait().token_ids
@@ -128,19 +129,19 @@ def test_a_copied_block_continues_as_its_source_did(tiny: Path) -> None:
 
 
 def test_an_adapter_is_refused(tiny: Path) -> None:
-    executor = CpuExecutor(engine_config(tiny), tiny)
+    executor = cpu_executor(engine_config(tiny), tiny)
     with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
         executor.prepare(make_request("a", 5, adapter="french"))
 
 
 def test_a_chunk_that_does_not_end_its_prompt_samples_nothing(tiny: Path) -> None:
-    executor = CpuExecutor(engine_config(tiny), tiny)
+    executor = cpu_executor(engine_config(tiny), tiny)
     batch = make_batch((0,), (0,), (2,), samples=(False,), assignments=(assign(0, [5, 6, 7], [0]),))
     assert executor.execute(batch).wait().token_ids == []
 
 
 def test_logprobs_come_for_the_rows_that_want_them(tiny: Path) -> None:
-    executor = CpuExecutor(engine_config(tiny), tiny)
+    executor = cpu_executor(engine_config(tiny), tiny)
     wanting = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
     assignments = (
         assign(0, [5, 6], [0]),
@@ -154,7 +155,7 @@ def test_logprobs_come_for_the_rows_that_want_them(tiny: Path) -> None:
 
 
 def test_info_counts_the_tied_embedding_once(tiny: Path) -> None:
-    info = CpuExecutor(engine_config(tiny), tiny).info
+    info = cpu_executor(engine_config(tiny), tiny).info
     num_parameters = sum(p.numel() for p in make_model("llama3.2_tied").parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * num_parameters
@@ -164,7 +165,7 @@ def test_info_counts_the_tied_embedding_once(tiny: Path) -> None:
 @pytest.mark.parametrize("family", ["llama_biases", "qwen2_window", "qwen3_bias"])
 def test_info_does_not_count_the_gathered_embedding_as_read(family: str, tmp_path: Path) -> None:
     model = make_model(family)
-    info = CpuExecutor(engine_config(save(model, tmp_path)), tmp_path).info
+    info = cpu_executor(engine_config(save(model, tmp_path)), tmp_path).info
     num_parameters = sum(p.numel() for p in model.parameters())
     assert info.num_parameters == num_parameters
     assert info.weight_bytes == 4 * (num_parameters - 96 * 64)
@@ -176,14 +177,14 @@ def test_torch_computes_what_the_compiled_step_does_not(
     lacks: str, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = engine_config(tiny)
-    expected = generate(CpuExecutor(config, tiny), [[5, 6, 7]], 5)
+    expected = generate(cpu_executor(config, tiny), [[5, 6, 7]], 5)
     assert not caplog.messages
     if lacks == "a feature":
         changed = reversed_config(ModelConfig.from_dir(tiny))
         monkeypatch.setattr(ModelConfig, "from_dir", lambda path: changed)
     else:
-        monkeypatch.setattr("penstock.engine.loading.cpu.PlainLinear", NegatedLinear)
-    executor = CpuExecutor(config, tiny)
+        monkeypatch.setattr("penstock.engine.loading.steps.PlainLinear", NegatedLinear)
+    executor = cpu_executor(config, tiny)
     word = {"a feature": "Reversed", "a weight format": "'negated'"}[lacks]
     (message,) = caplog.messages
     assert message.startswith("torch's operators compute the model") and word in message
@@ -195,12 +196,12 @@ def test_info_counts_the_bytes_that_a_weight_format_stores(
 ) -> None:
     model = make_model("llama_biases")
     config = engine_config(save(model, tmp_path))
-    monkeypatch.setattr("penstock.engine.loading.cpu.PlainLinear", NegatedLinear)
+    monkeypatch.setattr("penstock.engine.loading.steps.PlainLinear", NegatedLinear)
     monkeypatch.setattr("penstock.engine.loading.cpu.cpu_linear", lambda dtype: NegatedLinear)
     embedding = 96 * 64  # the rest of the matrices are linear layers, stored in float64
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - embedding
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    assert CpuExecutor(config, tmp_path).info.weight_bytes == 8 * matrices + 4 * vectors
+    assert cpu_executor(config, tmp_path).info.weight_bytes == 8 * matrices + 4 * vectors
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.HALF])
@@ -209,7 +210,7 @@ def test_the_layers_have_as_many_bytes_as_config_json_says(
     family: str, dtype: Dtype, tmp_path: Path
 ) -> None:
     path = save(make_model(family), tmp_path)
-    info = CpuExecutor(engine_config(path, dtype=dtype), path).info
+    info = cpu_executor(engine_config(path, dtype=dtype), path).info
     config = ModelConfig.from_dir(path)
     assert info.weight_bytes == config.step_weight_bytes(2)
     assert config.weight_bytes(2) == 2 * info.num_parameters
@@ -219,7 +220,7 @@ def test_dummy_weights_need_only_config_json_and_are_the_same_every_time(tmp_pat
     model = make_model("qwen3")
     model.config.save_pretrained(tmp_path)
     config = engine_config(tmp_path, load_format=LoadFormat.DUMMY)
-    answers = [generate(CpuExecutor(config, tmp_path), [[5, 6, 7]], 5) for _ in range(2)]
+    answers = [generate(cpu_executor(config, tmp_path), [[5, 6, 7]], 5) for _ in range(2)]
     assert answers[0] == answers[1]
 
 
@@ -229,7 +230,7 @@ def test_bfloat16_answers_are_near_float32s(tiny: Path) -> None:
     blocks = tuple(range(10))
     logprobs = []
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
-        executor = CpuExecutor(engine_config(tiny, dtype=dtype), tiny)
+        executor = cpu_executor(engine_config(tiny, dtype=dtype), tiny)
         assignment = SlotAssignment(0, prompt, 40, blocks, sampling, seed=0)
         sampled = executor.execute(make_batch((0,), (0,), (40,), assignments=(assignment,))).wait()
         assert sampled.logprobs is not None
@@ -242,19 +243,19 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit(tiny: 
     needed = 128 * 2 * 3 * 2 * 16 * 4
     config = engine_config(tiny, max_model_len=128, kv_cache_memory_bytes=needed - 1)
     with pytest.raises(InvalidConfig, match=f"--kv-cache-memory-bytes to at least {needed} or "):
-        CpuExecutor(config, tiny)
+        cpu_executor(config, tiny)
     fits = engine_config(tiny, max_model_len=128, kv_cache_memory_bytes=needed)
-    assert CpuExecutor(fits, tiny).info.num_blocks == 32
+    assert cpu_executor(fits, tiny).info.num_blocks == 32
 
 
 def test_a_default_context_is_cut_to_the_pool(tiny: Path) -> None:
     config = engine_config(tiny, kv_cache_memory_bytes=64 * 2 * 3 * 2 * 16 * 4)
-    assert CpuExecutor(config, tiny).info.max_model_len == 64
+    assert cpu_executor(config, tiny).info.max_model_len == 64
 
 
 def test_a_context_beyond_the_models_is_refused(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match="at most 128 positions"):
-        CpuExecutor(engine_config(tiny, max_model_len=129), tiny)
+        cpu_executor(engine_config(tiny, max_model_len=129), tiny)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -267,11 +268,11 @@ def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
 def test_auto_is_bfloat16_wherever_the_step_is_compiled(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.loading.start.computes_bfloat16", lambda device: False)
+    monkeypatch.setattr("penstock.engine.loading.choices.computes_bfloat16", lambda device: False)
     config = engine_config(tiny, dtype=Dtype.AUTO)
-    assert CpuExecutor(config, tiny).info.dtype == "bfloat16"
+    assert cpu_executor(config, tiny).info.dtype == "bfloat16"
     monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
-    assert CpuExecutor(config, tiny).info.dtype == "float32"
+    assert cpu_executor(config, tiny).info.dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT16, Dtype.HALF])
@@ -281,6 +282,6 @@ def test_gemma_3_in_float16_is_refused_before_its_weights_are_read(
     made_config("gemma3_wrapped").save_pretrained(tmp_path)
     config = engine_config(tmp_path, dtype=dtype)
     with pytest.raises(InvalidConfig, match=f"--dtype is {dtype}.* gemma3_text .*--dtype bfloat16"):
-        CpuExecutor(config, tmp_path)
+        cpu_executor(config, tmp_path)
     with pytest.raises(InvalidConfig, match="above 65504, which float16 does not hold"):
-        build_cuda_executor(config, tmp_path, Interpreter())
+        load_on_gpu(config, tmp_path, Interpreter())

@@ -31,6 +31,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
+from tests.support.executors import cpu_executor
 from tests.support.kernels import DEVICE
 
 pytestmark = pytest.mark.skipif(
@@ -44,7 +45,7 @@ PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
 
 
 def _cpu() -> CpuExecutor:
-    return CpuExecutor(
+    return cpu_executor(
         EngineConfig(
             model=str(STORIES),
             device=Device.CPU,

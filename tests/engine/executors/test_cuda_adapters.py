@@ -17,7 +17,7 @@ from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
-from penstock.engine.loading.start import describe
+from penstock.engine.loading.description import describe
 from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.models.config import ModelConfig

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.executors.cuda.ranks import check_num_gpus
+from penstock.engine.loading.gpu_ranks import check_num_gpus
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.errors import InvalidConfig
 

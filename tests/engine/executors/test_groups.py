@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from penstock.engine.config import AttentionBackend
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.setup import build_cuda_executor
+from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory import huge_pages
 from penstock.engine.memory.pool.kept import make_descriptor
 from penstock.engine.memory.pool.kv_pool import KVPools
@@ -21,6 +20,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.support.executors import cpu_executor
 from tests.support.tiny_models import engine_config, make_model, save
 
 ON_GPU = torch.cuda.is_available()
@@ -121,7 +121,7 @@ def requests(num_tokens: int = 200) -> list[Request]:
 
 
 def build_cpu(model: Path) -> Executor:
-    return CpuExecutor(engine_config(model, block_size=BLOCK_SIZE, max_model_len=MAX_LEN), model)
+    return cpu_executor(engine_config(model, block_size=BLOCK_SIZE, max_model_len=MAX_LEN), model)
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
@@ -158,7 +158,7 @@ def test_another_engine_finds_what_one_before_it_kept_in_every_group(model: Path
     try:
         runs = []
         for _ in range(2):
-            executor = CpuExecutor(config, model)
+            executor = cpu_executor(config, model)
             runs.append(Run(executor, kv_groups(executor), CONFIG))
             runs[-1].run(requests(40))
             assert len(executor.journals) == len(executor.info.kv_groups)
@@ -183,7 +183,7 @@ def test_a_gpus_path_reads_the_tables_of_each_group(model: Path, backend: Attent
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=50),
         kv_cache_memory_bytes=8 * 2**20,
     )
-    executors = build_cpu(model), build_cuda_executor(config, model, Interpreter())
+    executors = build_cpu(model), load_on_gpu(config, model, Interpreter())
     # Greedy: for one seed, a GPU draws other numbers.
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
     found = []

@@ -14,7 +14,6 @@ import torch
 from llguidance import LLMatcher
 
 from penstock.engine.config import Dtype
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.files.dummy_tokenizer import dummy_tokenizer
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.config import SchedulerConfig
@@ -28,6 +27,7 @@ from penstock.scheduler.types import (
     SamplingParams,
 )
 from tests.support.compiler import HAS_COMPILER
+from tests.support.executors import cpu_executor
 from tests.support.kernels import ON_GPU
 from tests.support.tiny_models import engine_config, make_model, save
 
@@ -73,15 +73,15 @@ def executor(request: pytest.FixtureRequest, model: Path) -> Executor:
         if ON_GPU:
             pytest.skip("kernels are compiled here, not interpreted")
         from penstock.engine.executors.cuda.device import Interpreter
-        from penstock.engine.executors.cuda.setup import build_cuda_executor
+        from penstock.engine.loading.gpu import load_on_gpu
 
-        return build_cuda_executor(config, model, Interpreter())
+        return load_on_gpu(config, model, Interpreter())
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
         elif not HAS_COMPILER:
             pytest.skip("there is no C++ compiler")
-        return CpuExecutor(config, model)
+        return cpu_executor(config, model)
 
 
 class Outcome:
@@ -221,7 +221,7 @@ def test_no_answer_comes_from_what_overflows_in_float16(
         (Dtype.FLOAT16, FinishReason.INVALID_LOGITS if overflows else FinishReason.LENGTH),
         (Dtype.BFLOAT16, FinishReason.LENGTH),
     ):
-        executor = CpuExecutor(engine_config(path, dtype=dtype), path)
+        executor = cpu_executor(engine_config(path, dtype=dtype), path)
         prompt = tuple(range(3, 23))
         request = Request(
             id=RequestId("a"), prompt_token_ids=prompt, sampling=GREEDY, arrival_s=0.0

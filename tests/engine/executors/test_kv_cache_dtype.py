@@ -12,6 +12,7 @@ from penstock.engine.memory.pool.kv_codes import LIMITS
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.compiler import needs_compiler
+from tests.support.executors import cpu_executor
 from tests.support.paths import DEMO_MODEL
 from tests.support.quality import divergence, logits_of, text_ids
 from tests.support.stepping import SteppedEngine
@@ -127,7 +128,7 @@ def _executor(kv: KVCacheDtype) -> CpuExecutor:
         max_model_len=512,
         kv_cache_memory_bytes=2**20,
     )
-    return CpuExecutor(config, DEMO_MODEL)
+    return cpu_executor(config, DEMO_MODEL)
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.config import Dtype, LoadFormat, Quantization
-from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.loading.start import check_quantization
+from penstock.engine.loading.choices import check_quantization
 from penstock.engine.memory.host import Arena
 from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quantize import Rounder
@@ -20,6 +19,7 @@ from penstock.engine.native import compiler
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from tests.engine.executors.test_cpu import generate
+from tests.support.executors import cpu_executor
 from tests.support.tiny_models import engine_config, make_model, save
 
 INT8, INT4 = Quantization.INT8, Quantization.INT4
@@ -48,7 +48,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(
     )
     directory = save(model, tmp_path / "model")
     config = engine_config(directory, quantization=method, dtype=Dtype.BFLOAT16)
-    executor = CpuExecutor(config, directory)
+    executor = cpu_executor(config, directory)
     plan = plan_of(directory, method, torch.bfloat16)
     assert executor.info.weight_bytes == plan.step_weight_bytes
     shape = ModelConfig.from_dir(directory)
@@ -78,7 +78,7 @@ def test_a_step_computes_with_the_rounded_weights(method: Quantization, tmp_path
     """As does the same model whose weights were rounded before they were saved."""
     model = make_model("qwen3_bias", hidden_size=256, intermediate_size=256)
     directory = save(model, tmp_path / "model")
-    executor = CpuExecutor(engine_config(directory, quantization=method), directory)
+    executor = cpu_executor(engine_config(directory, quantization=method), directory)
     prompts = [[3, 7, 11, 5], list(range(20, 60))]
     answers = generate(executor, prompts, 8)
 
@@ -100,14 +100,14 @@ def test_a_step_computes_with_the_rounded_weights(method: Quantization, tmp_path
             module.weight = torch.nn.Parameter(weight.clone())  # no longer the embedding, if tied
     model.config.tie_word_embeddings = False
     rounded_before = save(model, tmp_path / "rounded")
-    expected = CpuExecutor(engine_config(rounded_before), rounded_before)
+    expected = cpu_executor(engine_config(rounded_before), rounded_before)
     assert answers == generate(expected, prompts, 8)
 
 
 def test_random_weights_are_served_quantized(tmp_path: Path) -> None:
     make_model("llama3.2_tied", hidden_size=256).config.save_pretrained(tmp_path)
     config = engine_config(tmp_path, quantization=INT4, load_format=LoadFormat.DUMMY)
-    executor = CpuExecutor(config, tmp_path)
+    executor = cpu_executor(config, tmp_path)
     assert generate(executor, [[1, 2, 3]], 4)
     assert executor.info.quantization is not None
 

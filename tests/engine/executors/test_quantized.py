@@ -12,6 +12,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import AsStored
 from tests.support.compiler import needs_compiler
+from tests.support.executors import cpu_executor
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -38,8 +39,8 @@ def test_fp8_stays_in_codes_and_answers_as_its_values_do(
     fp8: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = fp8.with_name("plain")
-    expected = answer(CpuExecutor(engine_config(plain), plain), plain)
-    executor = CpuExecutor(engine_config(fp8), fp8)
+    expected = answer(cpu_executor(engine_config(plain), plain), plain)
+    executor = cpu_executor(engine_config(fp8), fp8)
     config = ModelConfig.from_dir(fp8)
     assert executor.info.weight_bytes == config.step_weight_bytes(4, AsStored({"fp8"}).num_bytes)
     assert "stored as" not in caplog.text
@@ -55,7 +56,7 @@ def test_weights_in_fp8_that_are_no_numbers_are_refused(fp8: Path) -> None:
     tensors["model.layers.2.mlp.up_proj.weight"] = codes.view(torch.float8_e4m3fn)
     save_file(tensors, file)
     with pytest.raises(InvalidModel, match="FP8 are NaN; download the model again"):
-        CpuExecutor(engine_config(fp8), fp8)
+        cpu_executor(engine_config(fp8), fp8)
 
 
 def test_without_a_compiler_fp8_becomes_plain_and_the_log_says_what_that_costs(
@@ -63,9 +64,9 @@ def test_without_a_compiler_fp8_becomes_plain_and_the_log_says_what_that_costs(
 ) -> None:
     monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     plain = fp8.with_name("plain")
-    expected = answer(CpuExecutor(engine_config(plain), plain), plain)
+    expected = answer(cpu_executor(engine_config(plain), plain), plain)
     assert "stored as" not in caplog.text
-    executor = CpuExecutor(engine_config(fp8), fp8)
+    executor = cpu_executor(engine_config(fp8), fp8)
     (message,) = (each for each in caplog.messages if "stored as" in each)
     assert message.startswith("the weights are stored as FP8, 0.000 GiB; nothing here computes")
     assert "become float32 as they are read, and take 0.00" in message
@@ -77,7 +78,7 @@ def test_without_a_compiler_fp8_becomes_plain_and_the_log_says_what_that_costs(
 @needs_compiler
 def test_made_up_weights_are_in_the_format_too(fp8: Path) -> None:
     (fp8 / "model.safetensors").unlink()
-    executor = CpuExecutor(engine_config(fp8, load_format=LoadFormat.DUMMY), fp8)
+    executor = cpu_executor(engine_config(fp8, load_format=LoadFormat.DUMMY), fp8)
     assert executor.info.weight_bytes == ModelConfig.from_dir(fp8).step_weight_bytes(
         4, AsStored({"fp8"}).num_bytes
     )

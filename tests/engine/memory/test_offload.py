@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.config import KVEventsConfig
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.scheduler.errors import InvalidConfig
+from tests.support.executors import cpu_executor
 from tests.support.tiny_models import engine_config, make_model, save
 
 
@@ -33,5 +33,5 @@ def test_a_model_with_recurrent_states_refuses_files_and_events_of_blocks_by_the
     monkeypatch.chdir(tmp_path)
     config = engine_config(recurrent, **changes)
     with pytest.raises(InvalidConfig, match=f"{flag} .*recurrent state.*leave the flag out"):
-        CpuExecutor(config, recurrent)
+        cpu_executor(config, recurrent)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.memory.pool.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
@@ -30,6 +29,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
 from tests.support.compiler import HAS_COMPILER
+from tests.support.executors import cpu_executor
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import (
     HYBRID_FAMILIES,
@@ -114,7 +114,7 @@ def test_a_model_of_which_every_layer_has_attention_has_no_states(tmp_path: Path
     (found,) = made.run([(0, 0, PROMPT_LEN)])
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     config = engine_config(path, quantization=Quantization.INT8)
-    assert CpuExecutor(config, path).info.num_states == 0
+    assert cpu_executor(config, path).info.num_states == 0
 
 
 CONFIG = DeltaNet(
@@ -218,7 +218,7 @@ def test_quantization_refuses_them_by_name(tmp_path: Path) -> None:
     path = save(make_model("qwen3_5_narrow"), tmp_path)
     wanted = engine_config(path, quantization=Quantization.INT8)
     with pytest.raises(InvalidConfig, match="--quantization is int8"):
-        CpuExecutor(wanted, path)
+        cpu_executor(wanted, path)
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 256])

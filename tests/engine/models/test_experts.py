@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.layers.kept import AsStored
@@ -22,6 +21,7 @@ from penstock.engine.native.model import NativeModel
 from tests.engine.executors.test_cpu import assign, generate
 from tests.support.changed_models import changed
 from tests.support.compiler import needs_compiler
+from tests.support.executors import cpu_executor
 from tests.support.paths import ROOT
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.tiny_models import Harness, engine_config, make_batch, make_model, save
@@ -257,7 +257,7 @@ def test_experts_are_rounded_at_load_and_their_routers_are_not(
         lambda *_: tmp_path / "cache",
     )
     config = engine_config(path, quantization=method)
-    executor = CpuExecutor(config, path)
+    executor = cpu_executor(config, path)
     assert generate(executor, [[3, 7, 11, 5], list(range(20, 60))], 8)
     experts = executor.info.experts
     assert experts is not None
@@ -265,12 +265,12 @@ def test_experts_are_rounded_at_load_and_their_routers_are_not(
     assert least <= experts.expert_bytes * 8 / (3 * 256 * 256) <= most
     answer = generate(executor, [[3, 7, 11, 5]], 8)
     assert list((tmp_path / "cache").iterdir())
-    assert generate(CpuExecutor(config, path), [[3, 7, 11, 5]], 8) == answer
+    assert generate(cpu_executor(config, path), [[3, 7, 11, 5]], 8) == answer
 
 
 @needs_compiler
 def test_a_step_reports_the_experts_that_it_has_read(mixture: Path) -> None:
-    executor = CpuExecutor(engine_config(mixture), mixture)
+    executor = cpu_executor(engine_config(mixture), mixture)
     experts = executor.info.experts
     assert experts is not None and experts.expert_bytes == 4 * 3 * 24 * 64
     assert executor.info.weight_bytes == ModelConfig.from_dir(mixture).step_weight_bytes(4)

@@ -9,11 +9,11 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from penstock.engine.config import Dtype, KVCacheDtype, Quantization
-from penstock.engine.executors import cpu
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler
+from tests.support.executors import cpu_executor
 from tests.support.gguf_files import quantized, write_gguf
 from tests.support.parallel_answers import (
     TOLERANCE,
@@ -64,7 +64,7 @@ def test_threads_of_a_rank_sum_at_the_same_time(tmp_path: Path) -> None:
 
 def test_a_rank_reads_half_of_the_bytes(tmp_path: Path) -> None:
     config = parallel_config(saved("llama2", tmp_path))
-    whole = cpu.CpuExecutor(config, tmp_path).info
+    whole = cpu_executor(config, tmp_path).info
     part = assert_ranks_answer_alike(config, 2, num_tokens=4).info
     assert part.num_parameters == whole.num_parameters and part.vocab_size == whole.vocab_size
     assert 0.5 < part.weight_bytes / whole.weight_bytes < 0.55
@@ -77,7 +77,7 @@ def test_ranks_and_stages_of_a_quantized_model_answer_as_one(name: str, tmp_path
     model = make_model("llama2", max_position_embeddings=512, head_dim=32, intermediate_size=128)
     save_quantized(model, tmp_path, FORMATS[name])
     config = parallel_config(tmp_path)
-    whole = cpu.CpuExecutor(config, tmp_path).info
+    whole = cpu_executor(config, tmp_path).info
     # A processor rounds what it multiplies with integers.
     tolerance = TOLERANCE if name.startswith("fp8") else 0.05
     part = assert_ranks_answer_alike(config, 2, num_tokens=20, tolerance=tolerance).info

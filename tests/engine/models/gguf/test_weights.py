@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.config import LoadFormat
 from penstock.engine.hub.gguf_check import check_gguf
 from penstock.engine.kernels.attention.gathered import gathered_attention
-from penstock.engine.loading.start import Widened, weight_bytes
+from penstock.engine.loading.weights import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
@@ -186,7 +186,9 @@ def test_the_memory_of_weights_is_known_before_they_are_read(
     path = write_gguf(tmp_path / "model.gguf", make_model(family), type_of)
     config, dtype = ModelConfig.from_dir(path), torch.bfloat16
     kept = kept_formats(keeps_codes)
-    foretold = weight_bytes(config, LoadFormat.AUTO, path, dtype, kept=kept)
+    foretold = weight_bytes(
+        config, LoadFormat.AUTO, path, dtype, kept=kept, stage=Stage(config, 0, 1)
+    )
     model = Harness(path, dtype=dtype, make_linear=PlainLinear, kept=kept).model
     assert isinstance(model, LlamaModel)
     is_copy = not config.head.is_tied or (weight_formats(path) and keeps_codes)

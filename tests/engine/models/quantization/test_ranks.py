@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.executors.parallel import check_parallel
 from penstock.engine.kernels.attention.gathered import gathered_attention
+from penstock.engine.loading.cpu_ranks import check_parallel
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.shard import Shard

@@ -1,5 +1,5 @@
-"""`TransformersExecutor`: a class of transformers over our paged pool, for families that have no
-row of their own.
+"""`load_fallback`: a class of transformers over our paged pool, for families that have no row of
+their own.
 
 Slow: one operator at a time, on whichever device; steps are made, and ids sampled, on the host.
 """
@@ -12,17 +12,15 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
-from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu
+from penstock.engine.executors.loaded_model import LoadedModel
+from penstock.engine.loading.choices import choose_device, choose_dtype
 from penstock.engine.loading.cpu import BANDWIDTH_PROBE_BYTES
-from penstock.engine.loading.start import Ledger, choose_device, choose_dtype, dtype_name
+from penstock.engine.loading.description import dtype_name
+from penstock.engine.loading.ledger import Ledger
+from penstock.engine.loading.memory_ran_out import advising
 from penstock.engine.memory.dtypes import kv_dtype
-from penstock.engine.memory.gpu_budget import (
-    MemoryBudget,
-    out_of_memory,
-    pool_advice,
-    pool_bytes,
-)
+from penstock.engine.memory.gpu_budget import MemoryBudget, pool_advice, pool_bytes
 from penstock.engine.memory.hardware import (
     matmul_flops,
     peak_bandwidth,
@@ -47,91 +45,110 @@ from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases
+from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
-from penstock.engine.step.model_input import ModelInput, build_model_input
+from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_BLOCK_SIZE = 16
+_BLOCK_SIZE = 16
 # The scheduler's lists of them cost the host some 50 bytes each.
 _MAX_BLOCKS = 2**20
 
 
-class TransformersExecutor(CpuExecutor):
-    """See `penstock.engine.step.executor.Executor`."""
+def load_fallback(
+    config: EngineConfig, model_dir: Path, phases: Phases | None = None, gpu: Gpu | None = None
+) -> LoadedModel:
+    """gpu: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a class
+    that would give wrong answers too."""
+    _check_flags(config)
+    phases = phases or Phases()
+    device = gpu.device if gpu else choose_device(config.device)
+    if gpu is None and device.type == "cuda":
+        gpu = CudaGpu(device)
+    with advising(config, phases), torch.inference_mode():
+        return _FallbackLoading(config, model_dir, phases, gpu, device).load()
+
+
+class _FallbackLoading:
+    """The state that the steps share. gpu: None on a processor."""
 
     def __init__(
         self,
         config: EngineConfig,
         model_dir: Path,
-        phases: Phases | None = None,
-        gpu: Gpu | None = None,
+        phases: Phases,
+        gpu: Gpu | None,
+        device: torch.device,
     ) -> None:
-        """gpu: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a
-        class that would give wrong answers too."""
-        _check_flags(config)
-        self._config = config
-        self._phases = phases = phases or Phases()
-        device = gpu.device if gpu else choose_device(config.device)
-        self._gpu = CudaGpu(device) if gpu is None and device.type == "cuda" else gpu
-        try:
-            with torch.inference_mode():
-                self._build(TransformersConfig.from_dir(model_dir), model_dir, device)
-        except RuntimeError as error:
-            if self._gpu is None or "out of memory" not in str(error).lower():
-                raise
-            logger.exception("the GPU's memory ran out")
-            raise InvalidConfig(out_of_memory(config, phases.current)) from error
+        self._config, self._model_dir, self._phases = config, model_dir, phases
+        self._gpu, self._device = gpu, device
+        self._settings = TransformersConfig.from_dir(model_dir)
+        torch.set_num_threads(config.num_threads or num_cores())
+        self._dtype = choose_dtype(config.dtype, device)
+        self._kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
+        self._longest = resolve_max_model_len(config.max_model_len, self._settings.max_model_len)
+        self._block_size = config.block_size or _BLOCK_SIZE
+        check_ropes(self._settings, self._longest)
 
-    def _build(self, settings: TransformersConfig, model_dir: Path, device: torch.device) -> None:
-        config, phases = self._config, self._phases
-        num_threads = config.num_threads or num_cores()
-        torch.set_num_threads(num_threads)
-        dtype = choose_dtype(config.dtype, device)
-        kv_type = kv_dtype(config.kv_cache_dtype, dtype)
-        max_len = resolve_max_model_len(config.max_model_len, settings.max_model_len)
-        check_ropes(settings, max_len)
+    def load(self) -> LoadedModel:
+        config, phases, settings = self._config, self._phases, self._settings
         before = self._used_bytes()
-        what = f"transformers reads the weights of {settings.architecture}, as {dtype_name(dtype)}"
+        name = settings.architecture
+        what = f"transformers reads the weights of {name}, as {dtype_name(self._dtype)}"
         with phases.timed("weights", what):
-            network = load_network(settings, model_dir, dtype, device, config.load_format)
-        self._model = self._class = model = TransformersModel(network, max_len)
-        weights = WeightCount.of(network)
-        block_size = config.block_size or _DEFAULT_BLOCK_SIZE
+            model = self._model = self._read()
         # One pool: what layers without a window need, the others have too.
         windows = {layer.window for layer in model.layers.values()}
         window = windows.pop() if len(windows) == 1 else None
-        layout = KVLayout.of([window] * model.kv_shape.num_layers, max_len)
-        pools = layout.pools(model.kv_shape, block_size, kv_type.itemsize)
+        layout = KVLayout.of([window] * model.kv_shape.num_layers, self._longest)
+        pools = layout.pools(model.kv_shape, self._block_size, self._kv_type.itemsize)
         with phases.timed(
             "activations", "comparing short prompts with transformers' own attention"
         ):
-            check_model(model, settings.vocab_size, max_len)
-            activations = self._measured_step(max_len, kv_type)
+            check_model(model, settings.vocab_size, self._longest)
+            activations = self._measured_step()
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            size = self._size_pool(max_len, pools, activations)
-            self._pool = KVPools(
-                model.kv_shape, layout, size.of_groups, block_size, kv_type, device
-            )
-        self._build_input = build_model_input
-        self._adapters = Adapters(None, None, dtype, device, config.scheduler.max_num_seqs)
-        self._make_tables(config, model_dir, settings.vocab_size, settings.eos_token_ids, size)
-        by = f"the class {settings.architecture} of transformers"
-        self._info = self._describe(settings, weights, size, block_size, dtype, kv_type, by)
+            size = self._size_pool(pools, activations)
+            sizes = size.of_groups, self._block_size
+            pool = KVPools(model.kv_shape, layout, *sizes, self._kv_type, self._device)
+        by = f"the class {name} of transformers"
+        loaded = LoadedModel(
+            model=model,
+            pool=pool,
+            info=self._info(size, by),
+            adapters=Adapters(None, None, self._dtype, self._device, config.scheduler.max_num_seqs),
+            grammars=self._grammars(),
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
         wanted = config.model_impl is ModelImpl.TRANSFORMERS
         why = "--model-impl asks for it" if wanted else "its family has no implementation of ours"
         logger.warning("computed by %s, since %s: slower than ours by several times", by, why)
         Ledger(
-            total=self._total_bytes(),
+            total=self._gpu.total_bytes if self._gpu else total_memory_bytes(),
             others=before,
-            weights=weights.num_bytes,
+            weights=self._weights.num_bytes,
             kv_pool=size.num_bytes(pools),
             activations=activations,
         ).log(size, pools)
+        return loaded
 
-    def _total_bytes(self) -> int:
-        return self._gpu.total_bytes if self._gpu else total_memory_bytes()
+    def _read(self) -> TransformersModel:
+        network = load_network(
+            self._settings, self._model_dir, self._dtype, self._device, self._config.load_format
+        )
+        self._weights = WeightCount.of(network)
+        return TransformersModel(network, self._longest)
+
+    def _grammars(self) -> GrammarTable:
+        settings = self._settings
+        grammars = Grammars.of_model(
+            self._model_dir, settings.vocab_size, settings.eos_token_ids, self._config.load_format
+        )
+        grammars.load_tokenizer()
+        return GrammarTable(grammars, self._config.scheduler.max_num_seqs, settings.vocab_size)
 
     def _used_bytes(self) -> int:
         """By all processes."""
@@ -139,23 +156,24 @@ class TransformersExecutor(CpuExecutor):
             return self._gpu.used_bytes()
         return total_memory_bytes() - available_memory_bytes()
 
-    def _measured_step(self, max_len: int, kv_type: torch.dtype) -> int | None:
+    def _measured_step(self) -> int | None:
         """The bytes that the largest step takes on a GPU besides weights and pool: at the end of
         the longest sequence, all in one block."""
         if self._gpu is None:
             return None
         scheduler, device = self._config.scheduler, self._gpu.device
+        max_len = self._longest
         count = min(scheduler.max_num_batched_tokens, max_len)
         self._gpu.release()
         used = self._gpu.used_bytes()
-        pool = KVPool(self._class.kv_shape, 1, _DEFAULT_BLOCK_SIZE, kv_type, device)
+        pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, device)
         at = torch.arange(count)
         self._model(
             ModelInput(
                 token_ids=torch.zeros_like(at),
                 positions=at + max_len - count,
-                kv_slots=at % _DEFAULT_BLOCK_SIZE,
-                block_tables=torch.zeros(1, -(-max_len // _DEFAULT_BLOCK_SIZE), dtype=torch.int32),
+                kv_slots=at % _BLOCK_SIZE,
+                block_tables=torch.zeros(1, -(-max_len // _BLOCK_SIZE), dtype=torch.int32),
                 query_starts=[0, count],
                 context_lens=[max_len],
                 num_decodes=0,
@@ -169,16 +187,14 @@ class TransformersExecutor(CpuExecutor):
         self._gpu.release()
         return activations
 
-    def _size_pool(
-        self, max_len: int, pools: Sequence[GroupPool], activations: int | None
-    ) -> PoolSize:
+    def _size_pool(self, pools: Sequence[GroupPool], activations: int | None) -> PoolSize:
         config = self._config
         if self._gpu is None:
             return size_cpu_pool(
                 config,
                 pools,
                 weight_bytes=0,  # which are no longer free memory
-                max_model_len=max_len,
+                max_model_len=self._longest,
             )
         budget = MemoryBudget(
             total=self._gpu.total_bytes, used=self._gpu.used_bytes(), reserved=activations or 0
@@ -188,46 +204,38 @@ class TransformersExecutor(CpuExecutor):
             config.scheduler,
             budget=pool_bytes(config, budget),
             max_blocks=_MAX_BLOCKS,
-            max_len=max_len,
+            max_len=self._longest,
             may_shorten=config.max_model_len is None,
             advice=pool_advice(config, budget),
         )
 
-    def _describe(
-        self,
-        settings: TransformersConfig,
-        weights: WeightCount,
-        size: PoolSize,
-        block_size: int,
-        dtype: torch.dtype,
-        kv_type: torch.dtype,
-        computed_by: str,
-    ) -> ModelInfo:
+    def _info(self, size: PoolSize, computed_by: str) -> ModelInfo:
+        settings, weights = self._settings, self._weights
         gpu, phases = self._gpu, self._phases
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             bandwidth = gpu.copy_bandwidth() if gpu else read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):
-            flops = gpu.matmul_flops(dtype) if gpu else matmul_flops(dtype)
+            flops = gpu.matmul_flops(self._dtype) if gpu else matmul_flops(self._dtype)
         device = gpu.name if gpu else "cpu"
         return ModelInfo(
             architecture=settings.family,
-            dtype=dtype_name(dtype),
-            kv_cache_dtype=dtype_name(kv_type),
+            dtype=dtype_name(self._dtype),
+            kv_cache_dtype=dtype_name(self._kv_type),
             device=device,
             vocab_size=settings.vocab_size,
             hidden_size=settings.hidden_size,
             max_model_len=size.max_model_len,
-            block_size=block_size,
+            block_size=self._block_size,
             num_blocks=size.num_blocks,
             eos_token_ids=settings.eos_token_ids,
             num_parameters=weights.num_parameters,
             weight_bytes=weights.step_bytes,
-            attention=_attention_groups(self._class, kv_type.itemsize),
+            attention=_attention_groups(self._model, self._kv_type.itemsize),
             flops_per_token=weights.flops_per_token,
             flops_per_sampled_token=2 * settings.vocab_size * settings.hidden_size,
             peak_bandwidth_bytes_per_s=peak_bandwidth(device),
             measured_bandwidth_bytes_per_s=bandwidth,
-            peak_flops_per_s=peak_flops(device, dtype),
+            peak_flops_per_s=peak_flops(device, self._dtype),
             measured_flops_per_s=flops,
             load_seconds=phases.seconds,
             computed_by=computed_by,

@@ -1,0 +1,62 @@
+"""The ledger of a device's memory, which a start writes into the log."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.engine.memory.pool.kv_layout import GroupPool
+from penstock.engine.memory.pool.kv_pool import PoolSize
+from penstock.scheduler.groups import StateGroup
+
+logger = logging.getLogger(__name__)
+
+# Of the ledger in the log.
+_LINES = (
+    *("weights", "adapters", "kv_pool", "activations", "graphs", "staging"),
+    *("others", "free", "total"),
+)
+_ADAPTERS = "--max-loras of them, of --max-lora-rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where a device's memory goes, in bytes.
+
+    others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
+    has it from the start, and a processor takes it as they are loaded. activations: the most that a
+    step needs besides the rest. staging: of blocks on their way to the host's memory and back.
+    None: not measured on this device, or not a part of it.
+    """
+
+    total: int
+    others: int
+    weights: int
+    kv_pool: int
+    adapters: int | None = None
+    activations: int | None = None
+    graphs: int | None = None
+    staging: int | None = None
+
+    @property
+    def free(self) -> int:
+        parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
+        return self.total - sum(part or 0 for part in (*parts, self.graphs, self.staging))
+
+    def log(self, size: PoolSize, pools: Sequence[GroupPool]) -> None:
+        notes = {"kv_pool": "; ".join(_pool_notes(size, pools)), "adapters": _ADAPTERS}
+        logger.info("memory, in GiB:")
+        for name in _LINES:
+            num_bytes = getattr(self, name)
+            if num_bytes is not None:
+                note = f"  ({notes[name]})" if name in notes else ""
+                logger.info("%12s %9.3f%s", name, num_bytes / 2**30, note)
+
+
+def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:
+    for num_blocks, pool in zip(size.of_groups, pools, strict=True):
+        if isinstance(pool.group, StateGroup):
+            yield f"{num_blocks} recurrent states of {pool.block_bytes / 2**20:.1f} MiB"
+            continue
+        note = f"{num_blocks} blocks, {num_blocks * pool.block_size} tokens"
+        window = pool.group.window
+        yield note if window is None else f"{note} of layers with a window of {window}"
