@@ -148,7 +148,7 @@ class EngineConfig:
     max_engine_restarts: how often within ten minutes a process that ended is replaced.
     stall_timeout_s: see `penstock.engine.ipc.stall`.
     kv_memory: the descriptor of memory for keys and values that outlives the engine process; the
-    server sets it (see `penstock.engine.memory.pool.kept`).
+    server sets it (see `penstock.engine.memory.pool.kv_memory`).
     kv_offload_bytes: on a GPU, of the host's memory for blocks of keys and values that no sequence
     uses; None for none, unless there is kv_offload_dir, the directory where they are written.
     kv_offload_disk_bytes: the most that all files there may take, None for 10 GiB; on a CPU

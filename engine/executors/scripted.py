@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.executor import PendingTokens, block_copies, check_no_adapter
@@ -134,7 +134,7 @@ class ScriptedExecutor:
         step_s: float = 0.0,
         token_at: Callable[[int, int], int] | None = None,
         grammars: GrammarTable | None = None,
-        kept: KeptMemory | None = None,
+        kept: KVMemory | None = None,
         make_tier: Callable[[BlockMemory], BlockTier] | None = None,
     ) -> None:
         self._info = replace(info, runs_ahead=runs_ahead)

@@ -17,7 +17,7 @@ from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.memory.pool.kept import make_descriptor
+from penstock.engine.memory.pool.kv_memory import make_descriptor
 from penstock.engine.messages import (
     Abort,
     Accepted,

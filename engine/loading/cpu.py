@@ -24,7 +24,7 @@ from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
-from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize, size_cpu_pool
 from penstock.engine.memory.tiers.block_files import BlockFiles
 from penstock.engine.memory.tiers.disk_tier import DiskTier
@@ -87,7 +87,7 @@ class _CpuLoading(Loading):
         with self._reading():
             llama = self._read(quantized, size)
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            shape, sizes = self._model.kv_shape, (size.of_groups, self._block_size)
+            shape, sizes = self._model.kv_shape, (size.by_group, self._block_size)
             pool = KVPools(shape, self._layout, *sizes, self._kv_type, _CPU, memory)
             steps_in_flight = StepsInFlight()
             tier = self._tier(files, pool, size, steps_in_flight)
@@ -126,7 +126,7 @@ class _CpuLoading(Loading):
             self._make_linear = cpu_linear(dtype, has_experts=self._model.experts is not None)
         return dtype
 
-    def _files_and_memory(self) -> tuple[BlockFiles | None, KeptMemory | None]:
+    def _files_and_memory(self) -> tuple[BlockFiles | None, KVMemory | None]:
         """The files of blocks, and the memory that the pool is in, where these are given."""
         config, place = self._config, self._place
         identity = self._identity(self._library and Path(self._library._name).name)
@@ -135,16 +135,16 @@ class _CpuLoading(Loading):
         if place.rank_pools:
             memory = pool_memory(place.rank_pools, place.rank)
         elif config.kv_memory is not None and place.is_alone and self._layout.state is None:
-            memory = KeptMemory(config.kv_memory, identity, files.key if files else None)
+            memory = KVMemory(config.kv_memory, identity, files.key if files else None)
         return files, memory
 
-    def _size_pool(self, memory: KeptMemory | None) -> PoolSize:
+    def _size_pool(self, memory: KVMemory | None) -> PoolSize:
         size = size_cpu_pool(
             self._config,
             self._largest_pools,
             weight_bytes=self._num_weight_bytes,
             max_model_len=self._model.max_model_len,
-            kept=memory,
+            memory=memory,
             num_ranks=self._place.layout.size,
         )
         return self._least(size)
@@ -178,7 +178,7 @@ class _CpuLoading(Loading):
                 place.layout,
                 self._whole,
                 self._longest,
-                size.of_groups,
+                size.by_group,
                 self._block_size,
                 self._kv_type,
             )

@@ -35,7 +35,7 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 def _scripted_executor(config: EngineConfig) -> Executor:
     from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
     from penstock.engine.hub.implementation import read_model
-    from penstock.engine.memory.pool.kept import KeptMemory, identity_of
+    from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of
     from penstock.engine.memory.tiers.offload import block_files, disk_tier
     from penstock.engine.sampling.grammar import Grammars
     from penstock.engine.sampling.grammar_table import GrammarTable
@@ -56,7 +56,7 @@ def _scripted_executor(config: EngineConfig) -> Executor:
     files = block_files(config, identity)
     kept = None
     if config.kv_memory is not None:
-        kept = KeptMemory(config.kv_memory, identity, files.key if files else None)
+        kept = KVMemory(config.kv_memory, identity, files.key if files else None)
     return ScriptedExecutor(
         info,
         grammars=table,

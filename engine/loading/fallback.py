@@ -112,7 +112,7 @@ class _FallbackLoading:
             activations = self._measured_step()
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             size = self._size_pool(pools, activations)
-            sizes = size.of_groups, self._block_size
+            sizes = size.by_group, self._block_size
             pool = KVPools(model.kv_shape, layout, *sizes, self._kv_type, self._device)
         by = f"the class {name} of transformers"
         loaded = LoadedModel(

@@ -262,7 +262,7 @@ class _GpuLoading(Loading):
     ) -> CudaExecutor:
         scheduler, device = self._config.scheduler, self._gpu.device
         block_size = self._block_size
-        padded = [num_blocks + 1 for num_blocks in size.of_groups]
+        padded = [num_blocks + 1 for num_blocks in size.by_group]
         shape = self._model.kv_shape
         pool = KVPools(shape, self._layout, padded, block_size, self._kv_type, device)
         attention = make_attention(
@@ -275,7 +275,7 @@ class _GpuLoading(Loading):
             has_sinks=any(attention.has_sinks for attention in self._model.attentions),
         )
         tables = DeviceTables(
-            scheduler.max_num_seqs, size.max_model_len, block_size, size.of_groups, device
+            scheduler.max_num_seqs, size.max_model_len, block_size, size.by_group, device
         )
         return CudaExecutor(
             FusedModel(llama, pool, attention, scheduler.max_num_seqs, self._slots, self._pipeline),

@@ -53,7 +53,7 @@ class Ledger:
 
 
 def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:
-    for num_blocks, pool in zip(size.of_groups, pools, strict=True):
+    for num_blocks, pool in zip(size.by_group, pools, strict=True):
         if isinstance(pool.group, StateGroup):
             yield f"{num_blocks} recurrent states of {pool.block_bytes / 2**20:.1f} MiB"
             continue

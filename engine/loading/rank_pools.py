@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.memory.pool.kept import KeptMemory
 from penstock.engine.memory.pool.kv_layout import KVLayout
+from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
@@ -28,9 +28,9 @@ def rank_pools(layout: RankLayout) -> tuple[int, ...]:
     return tuple(memory_of(0) for _ in range(1, layout.size))
 
 
-def pool_memory(pools: Sequence[int], rank: int) -> KeptMemory | None:
+def pool_memory(pools: Sequence[int], rank: int) -> KVMemory | None:
     """Where this rank's pool is to be. None for rank 0."""
-    return KeptMemory(pools[rank - 1], _IDENTITY) if rank else None
+    return KVMemory(pools[rank - 1], _IDENTITY) if rank else None
 
 
 def pools_of_others(
@@ -53,7 +53,7 @@ def pools_of_others(
         if ranks.num_stages > 1:
             stage = Stage(model, ranks.stage_of(rank), ranks.num_stages)
             model, layout = stage.config, stage.layout(layout)
-        memory = KeptMemory(descriptor, _IDENTITY)
+        memory = KVMemory(descriptor, _IDENTITY)
         assert memory.num_blocks == tuple(num_blocks), (rank, memory.num_blocks, num_blocks)
         found.append(KVPools(model.kv_shape, layout, num_blocks, block_size, dtype, _CPU, memory))
     return found

@@ -14,7 +14,7 @@ from penstock.engine.loading.description import describe
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.weights import log_widening, reading, weight_bytes, weight_source
 from penstock.engine.memory.dtypes import kv_dtype
-from penstock.engine.memory.pool.kept import identity_of
+from penstock.engine.memory.pool.kv_memory import identity_of
 from penstock.engine.memory.pool.kv_pool import PoolSize, resolve_max_model_len
 from penstock.engine.memory.tiers.offload import refuse_with_states
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
@@ -102,7 +102,7 @@ class Loading:
 
     def _least(self, size: PoolSize) -> PoolSize:
         """As many blocks as the rank has room for that has least."""
-        numbers = self._place.least([*size.of_groups, size.max_model_len])
+        numbers = self._place.least([*size.by_group, size.max_model_len])
         num_blocks, *more, max_len = numbers
         return PoolSize(num_blocks, max_len, tuple(more))
 

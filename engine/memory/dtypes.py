@@ -16,5 +16,5 @@ _KV_DTYPES = {KVCacheDtype.INT8: torch.int8, KVCacheDtype.FP8: torch.float8_e4m3
 
 
 def kv_dtype(wanted: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
-    """Of the elements in the KV cache. dtype: of the model."""
+    """The type of the elements in the KV cache. dtype: of the model."""
     return _KV_DTYPES.get(wanted, dtype)

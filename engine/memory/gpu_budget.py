@@ -8,7 +8,7 @@ from penstock.engine.config import EngineConfig, LoraConfig
 from penstock.scheduler.errors import InvalidConfig
 
 GIB = 2**30
-# What the driver keeps for each captured graph besides its buffers: records of some 300 kernels.
+# The driver keeps these for each captured graph besides its buffers: records of some 300 kernels.
 # An estimate; the memory table in the log has what the graphs really took.
 _BYTES_PER_GRAPH = 8 * 2**20
 
@@ -69,7 +69,7 @@ def pool_bytes(config: EngineConfig, budget: MemoryBudget) -> int:
 
 
 def pool_advice(config: EngineConfig, budget: MemoryBudget) -> Callable[[int], str]:
-    """What to change so that the pool can have a number of bytes."""
+    """Says what to change so that the pool can have a number of bytes."""
 
     def advice(needed: int) -> str:
         if config.kv_cache_memory_bytes is not None and needed <= budget.free:
@@ -94,23 +94,25 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
         pool = f"lower --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
     else:
         pool = f"lower --gpu-memory-utilization (now {config.gpu_memory_utilization})"
-    change = {
-        "bandwidth": "stop other processes that use it",
-        "flops": "stop other processes that use it",
-        "weights": "stop other processes that use it, or serve a smaller model",
-        "activations": step,
-        "kv_pool": pool,
-        "graphs": f"{pool}, lower --max-num-seqs (now {scheduler.max_num_seqs}), or start with "
-        "--enforce-eager",
-        "kv_offload": f"{pool}, or leave --kv-offload-gb and --kv-offload-dir out",
+    others = "stop other processes that use it"
+    before = "before the model was loaded", others
+    when, change = {
+        "bandwidth": before,
+        "flops": before,
+        "weights": (
+            "while the weights were being loaded",
+            f"{others}, or serve a smaller model",
+        ),
+        "activations": ("in the largest step that the settings allow", step),
+        "kv_pool": ("while the KV pool was being allocated", pool),
+        "graphs": (
+            "while CUDA graphs were being captured",
+            f"{pool}, lower --max-num-seqs (now {scheduler.max_num_seqs}), or start with "
+            "--enforce-eager",
+        ),
+        "kv_offload": (
+            "while memory was being taken for blocks on their way to the host",
+            f"{pool}, or leave --kv-offload-gb and --kv-offload-dir out",
+        ),
     }[phase]
-    names = {
-        "bandwidth": "before the model was loaded",
-        "flops": "before the model was loaded",
-        "weights": "while the weights were being loaded",
-        "activations": "in the largest step that the settings allow",
-        "kv_pool": "while the KV pool was being allocated",
-        "graphs": "while CUDA graphs were being captured",
-        "kv_offload": "while memory was being taken for blocks on their way to the host",
-    }
-    return f"the GPU's memory ran out {names[phase]}; {change}"
+    return f"the GPU's memory ran out {when}; {change}"

@@ -1,4 +1,4 @@
-"""What a device can reach: the datasheet's peaks, and measurements of this machine."""
+"""How fast a device can be: the datasheet's peaks, and measurements of this machine."""
 
 import statistics
 import time
@@ -64,16 +64,12 @@ def _device(listed: dict[str, Any], device_name: str) -> dict[str, Any]:
 
 
 def _listed() -> dict[str, Any]:
-    """Of configs/hardware.toml; empty where there is none."""
+    """The tables of configs/hardware.toml; none where there is no such file."""
     try:
-        text = (
-            resources.files("penstock.configs")
-            .joinpath("hardware.toml")
-            .read_text(encoding="utf-8")
-        )
+        file = resources.files("penstock.configs").joinpath("hardware.toml")
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (ModuleNotFoundError, FileNotFoundError):
         return {}
-    return tomllib.loads(text)
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
@@ -83,12 +79,7 @@ def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
     to be bound by memory.
     """
     buffer = zeros_on_touch((num_bytes // 8,), torch.int64).fill_(1)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        buffer.sum()
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best
+    return num_bytes / _least_s(buffer.sum, repeats)
 
 
 def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float:
@@ -100,12 +91,16 @@ def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float
     dtype = torch.float32 if dtype is torch.float16 else dtype
     left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
     torch.mm(left, right)  # the first call also initialises
-    best = float("inf")
+    return 2 * size**3 / _least_s(lambda: torch.mm(left, right), repeats)
+
+
+def _least_s(run: Callable[[], object], repeats: int) -> float:
+    times_s = []
     for _ in range(repeats):
         start = time.perf_counter()
-        torch.mm(left, right)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        run()
+        times_s.append(time.perf_counter() - start)
+    return min(times_s)
 
 
 def gpu_matmul_flops(

@@ -14,7 +14,7 @@ _ROOT = Path("/")
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """What this process can allocate without swapping, by Linux's own estimate and its limits."""
+    """This process can allocate these without swapping, by Linux's own estimate and its limits."""
     free = [
         limit - _number(group / used) + _reclaimable(group / "memory.stat")
         for group, limit, used in _memory_limits(root)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.attention.reference import reference_attention
 from penstock.engine.step.model_input import ModelInput
+from tests.support.reference_attention import reference_attention
 
 # In the source distribution of flash-attn 2.8.3.
 SOURCE = "flash_attn/flash_attn_interface.py"

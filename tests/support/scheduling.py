@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.memory.pool.kept import KeptMemory
+from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.step.executor import PendingTokens
@@ -98,7 +98,7 @@ class Driver:
         max_model_len: int = 128,
         config: SchedulerConfig | None = None,
         vocab_size: int = 512,
-        kept: KeptMemory | None = None,
+        kept: KVMemory | None = None,
         windows: tuple[int | None, ...] = (None,),
         more_blocks: tuple[int, ...] = (),
         num_states: int = 0,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.engine.kernels.attention.reference import visible
 from penstock.engine.memory.pool.kv_codes import KVPages, gather
 from penstock.engine.step.model_input import ModelInput
 
@@ -97,3 +96,11 @@ def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], 
         (rows, -(-max(context_lens[row] for row in rows) // block_size))
         for rows in buckets.values()
     ]
+
+
+def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool."""
+    keys = torch.arange(num_keys, device=positions.device)
+    queries = positions.unsqueeze(-1)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What is the same for every step, and for all layers whose heads are alike."""
+    """The same for every step, and for all layers whose heads are alike."""
 
     num_heads: int
     num_kv_heads: int

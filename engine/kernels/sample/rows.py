@@ -1,4 +1,4 @@
-"""What the passes over a row share: its logits, its noise, and the best of some ids."""
+"""For all passes over a row: its logits, its noise, and the best of some ids."""
 
 import triton
 import triton.language as tl

@@ -81,7 +81,7 @@ def encode(
 
 
 def dense_bias(sampling: SamplingParams, size: int, device: torch.device) -> Tensor:
-    """What is added to a row's logits: (V,), -inf for ids that are never allowed."""
+    """A term to add to a row's logits: (V,), -inf for ids that are never allowed."""
     allowed = [i for i in sampling.allowed_token_ids if i < size]
     row = torch.full((size,), -math.inf if allowed else 0.0)
     row.index_fill_(0, torch.tensor(allowed, dtype=torch.int64), 0.0)

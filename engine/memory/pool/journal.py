@@ -18,6 +18,7 @@ It knows bytes, and neither tensors nor sequences.
 import logging
 import struct
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 from zlib import crc32
 
@@ -69,8 +70,8 @@ class Journal:
     def survivors(self) -> list[StoredBlock]:
         entries: dict[bytes, _Entry] = {}
         for entry in self._read():
-            kept = entries.setdefault(entry.block.digest, entry)
-            if kept is not entry:  # one block is recorded for a digest; of two, either will do
+            # One block is recorded for a digest; of two, either will do.
+            if entries.setdefault(entry.block.digest, entry) is not entry:
                 self.erase(entry.block.block_id)
         self._tick = max((entry.tick for entry in entries.values()), default=0)
         self._checksums = {entry.block.block_id: entry.checksum for entry in entries.values()}
@@ -101,7 +102,7 @@ class Journal:
         self._memory[start : start + ENTRY_BYTES] = bytes(ENTRY_BYTES)
 
     def checksum(self, block_id: int) -> int:
-        """Of its bytes as they are."""
+        """CRC-32 of its bytes as they are."""
         memory, checksum = self._memory, 0
         for offset, num_layers, size in self._parts:
             start, layer_bytes = offset + block_id * size, size * self._num_blocks
@@ -130,13 +131,9 @@ def _in_order_of_eviction(entries: dict[bytes, _Entry]) -> list[StoredBlock]:
     be found: a block counts as completed when the last of those after it was."""
     latest = {digest: entry.tick for digest, entry in entries.items()}
     # A block has a higher tick than its parent.
-    for entry in sorted(entries.values(), key=_tick, reverse=True):
+    for entry in sorted(entries.values(), key=attrgetter("tick"), reverse=True):
         _, digest, parent = entry.block
         if parent in latest:
             latest[parent] = max(latest[parent], latest[digest])
     in_order = sorted(entries.values(), key=lambda entry: (latest[entry.block.digest], -entry.tick))
     return [entry.block for entry in in_order]
-
-
-def _tick(entry: _Entry) -> int:
-    return entry.tick

@@ -15,10 +15,11 @@ from penstock.engine.memory.pool.kv_shape import KVShape
 from penstock.engine.memory.pool.state_shape import StateShape
 from penstock.scheduler.groups import KVGroup, StateGroup
 
-# Of the memory that each pool of layers with a window may have so that short sequences, as many as
-# may run, are not held up by it: the others, of which there are more in a long one, have the rest.
+# Each pool of layers with a window may have this share of the memory so that short sequences, as
+# many as may run, are not held up by it: the others, of which there are more in a long one, have
+# the rest.
 _MOST_FOR_SHORT = 0.1
-# Of states for each sequence: its own, and snapshots where its prompt and its answer end.
+# States for each sequence: its own, and snapshots where its prompt and its answer end.
 _STATES_EACH = 3
 # Tokens of a sequence for which there are as many states as keys and values: of a conversation.
 _TYPICAL_LENGTH = 4096
@@ -46,8 +47,8 @@ class KVLayout:
         whether it has a recurrence and no window; empty where none has. state: of these layers."""
         each = [None if window is None or window >= max_model_len else window for window in windows]
         are = recurrent or [False] * len(windows)
-        of_attention = {window for window, is_one in zip(each, are, strict=True) if not is_one}
-        groups = sorted(of_attention, key=lambda window: -1 if window is None else window)
+        found = {window for window, is_one in zip(each, are, strict=True) if not is_one}
+        groups = sorted(found, key=lambda window: -1 if window is None else window)
         group_of = [
             len(groups) if is_one else groups.index(window)
             for window, is_one in zip(each, are, strict=True)
@@ -60,17 +61,11 @@ class KVLayout:
 
     def pools(self, kv: KVShape, block_size: int, itemsize: int) -> "list[GroupPool]":
         """kv: of the whole model. itemsize: see `KVHeads`."""
-        pools = [
-            GroupPool(
-                KVGroup(0, window),
-                block_size,
-                block_size
-                * sum(
-                    kv.heads[layer].bytes_per_token(itemsize) for layer in self.layers_of(group, kv)
-                ),
-            )
-            for group, window in enumerate(self.windows)
-        ]
+        pools = []
+        for group, window in enumerate(self.windows):
+            heads = [kv.heads[layer] for layer in self.layers_of(group, kv)]
+            num_bytes = block_size * sum(each.bytes_per_token(itemsize) for each in heads)
+            pools.append(GroupPool(KVGroup(0, window), block_size, num_bytes))
         if self.state is not None:
             pools.append(GroupPool(StateGroup(0), block_size, self.state.num_bytes))
         return pools
@@ -78,8 +73,8 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupPool:
-    """What is to be known of a group before its pool has a size. block_bytes: of one block in all
-    of its layers, or of one state."""
+    """A group before its pool has a size. block_bytes: of one block in all of its layers, or of one
+    state."""
 
     group: KVGroup | StateGroup
     block_size: int
@@ -118,33 +113,40 @@ def divide(
 ) -> list[int]:
     """The blocks of each pool. One sequence of max_model_len must fit the budget.
 
+    A state is of a whole sequence. So a pool of states is as the length of a conversation needs it,
+    and each of its sequences has two snapshots besides; max_num_seqs of them are enough.
+    """
+    if len(pools) == 1 or not isinstance(pools[-1].group, StateGroup):
+        return _divide_windows(pools, budget, max_model_len, max_num_seqs, max_step_tokens)
+    *others, states = pools
+    typical = min(max_model_len, _TYPICAL_LENGTH)
+    each = bytes_needed(others, typical) + _STATES_EACH * states.block_bytes
+    wanted = _STATES_EACH * min(max_num_seqs, budget // each)
+    spare = budget - bytes_needed(pools, max_model_len)
+    num_states = 1 + min(max(0, wanted - 1), spare // states.block_bytes)
+    left = budget - num_states * states.block_bytes
+    counts = _divide_windows(others, left, max_model_len, max_num_seqs, max_step_tokens)
+    return [*counts, num_states]
+
+
+def _divide_windows(
+    pools: Sequence[GroupPool],
+    budget: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+) -> list[int]:
+    """The blocks of pools of keys and values.
+
     Sequences of one length use up all pools at the same time if the pools are as that length needs
     them: each has blocks in proportion to what such a sequence needs at once. Shorter ones run out
     of blocks for windows first, longer ones of the others. That length is here the geometric mean
     of the shortest window and max_model_len: as many times longer than the one as it is shorter
     than the other. A pool for a window has more where a tenth of the memory gives all max_num_seqs
     sequences, and a step of max_step_tokens, what they need of it.
-
-    A state is of a whole sequence, so for a pool of states that length is what a conversation has,
-    and each of its sequences has two snapshots besides; max_num_seqs of them are enough.
     """
     if len(pools) == 1:
         return [budget // pools[0].block_bytes]
-    if isinstance(pools[-1].group, StateGroup):
-        *others, states = pools
-        typical = min(max_model_len, _TYPICAL_LENGTH)
-        each = bytes_needed(others, typical) + _STATES_EACH * states.block_bytes
-        wanted = _STATES_EACH * min(max_num_seqs, budget // each)
-        spare = budget - bytes_needed(pools, max_model_len)
-        num_states = 1 + min(max(0, wanted - 1), spare // states.block_bytes)
-        counts = divide(
-            others,
-            budget - num_states * states.block_bytes,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_step_tokens=max_step_tokens,
-        )
-        return [*counts, num_states]
     windows = [
         pool.group.window
         for pool in pools
@@ -156,13 +158,12 @@ def divide(
     spare = budget - bytes_needed(pools, max_model_len)
     for pool in pools[1:]:
         least = pool.most_blocks(max_model_len)
-        of_step = -(-max_step_tokens // pool.block_size)
-        for_all = max_num_seqs * least + of_step
+        for_all = max_num_seqs * least + -(-max_step_tokens // pool.block_size)
         affordable = int(budget * _MOST_FOR_SHORT / (len(pools) - 1)) // pool.block_bytes
         wanted = max(int(share * pool.most_blocks(typical)), min(for_all, affordable))
         more = min(max(0, wanted - least), spare // pool.block_bytes)
         spare -= more * pool.block_bytes
         counts.append(least + more)
     first = pools[0].most_blocks(max_model_len) + spare // pools[0].block_bytes
-    # Of a position, no more blocks are of use than the first pool has.
+    # No position has use for more blocks than the first pool has.
     return [first, *(min(count, first) for count in counts)]

@@ -13,7 +13,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.memory.host import zeros_on_touch
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.engine.memory.pool.journal import Journal
-from penstock.engine.memory.pool.kept import KeptMemory, KeptPool
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages
 from penstock.engine.memory.pool.kv_layout import (
     GroupPool,
@@ -22,6 +21,7 @@ from penstock.engine.memory.pool.kv_layout import (
     divide,
     longest_that_fits,
 )
+from penstock.engine.memory.pool.kv_memory import KVMemory, MappedPool
 from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
 from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.scheduler.config import SchedulerConfig
@@ -45,7 +45,7 @@ class LayerPools(Protocol):
         ...
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """Of one layer with a recurrence; see `StatePool`."""
+        """The state of one layer with a recurrence; see `StatePool`."""
         ...
 
     def group_of(self, index: int) -> int:
@@ -77,7 +77,7 @@ class _Part:
 
 
 class KVPool:
-    """Of layers that share block tables. Keys and values apart, for all layers whose heads are
+    """Layers that share block tables have it. Keys and values apart, for all layers whose heads are
     alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each.
 
     In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
@@ -91,25 +91,23 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kept: KeptPool | None = None,
+        mapped: MappedPool | None = None,
     ) -> None:
-        """kept: where it is, for a pool in the host's memory; what is in there stays."""
+        """mapped: where it is, for a pool that outlives the process; its content stays."""
         shapes = _shapes(kv, num_blocks, block_size, dtype)
-        self.journal = kept.journal if kept else None
-        """Of its blocks, where it outlives this process."""
-        self._pages = kept.pages if kept else None
-        if kept is None:
+        self.journal = mapped.journal if mapped else None
+        """Lists its blocks, where it outlives this process."""
+        self._pages = mapped.pages if mapped else None
+        if mapped is None:
             tensors = [_zeros(*each, device) for each in shapes]
         else:
-            tensors = [
-                _from(memory, each) for memory, each in zip(kept.tensors, shapes, strict=True)
-            ]
+            tensors = [_from(*each) for each in zip(mapped.tensors, shapes, strict=True)]
         alike = _alike(kv)
         size = len(tensors) // len(alike) if alike else 1  # a stage may have no layers of a group
         self._parts = [
             _Part(*tensors[first : first + size]) for first in range(0, len(tensors), size)
         ]
-        # Of each layer that has keys and values of its own: its part, and its number in that.
+        # The part of each layer that has keys and values of its own, and its number in that.
         places = {
             layer: (part, number)
             for part, layers in zip(self._parts, alike.values(), strict=True)
@@ -159,39 +157,37 @@ class KVPools:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        kept: KeptMemory | None = None,
+        memory: KVMemory | None = None,
     ) -> None:
         """kv: of the whole model. num_blocks: of each group, where there are recurrent states their
-        number last. kept: see `KVPool`; not with recurrent states."""
+        number last. memory: where pools outlive the process; not with recurrent states."""
         self.block_size = block_size
         layers = [layout.layers_of(group, kv) for group in range(len(num_blocks))]
-        states = None
+        self.recurrent: StatePool | None = None
+        """None where no layer has a recurrence."""
         if layout.state is not None:
-            assert kept is None, "recurrent states do not outlive the process"
-            states = StatePool(layout.state, num_blocks[-1], device)
+            assert memory is None, "recurrent states do not outlive the process"
+            self.recurrent = StatePool(layout.state, num_blocks[-1], device)
             num_blocks = num_blocks[:-1]
         shapes = [
             KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
         ]
-        maps: Sequence[KeptPool | None] = [None] * len(num_blocks)
-        if kept is not None:
-            maps = kept.map(
-                [
-                    (num, _block_bytes(_shapes(shape, num, block_size, dtype)))
-                    for shape, num in zip(shapes, num_blocks, strict=True)
-                ]
-            )
+        sizes = list(zip(shapes, num_blocks, strict=True))
+        maps: Sequence[MappedPool | None] = [None] * len(sizes)
+        if memory is not None:
+            tensors = [_shapes(shape, num, block_size, dtype) for shape, num in sizes]
+            blocks = [list(map(_block_bytes, each)) for each in tensors]
+            maps = memory.map(list(zip(num_blocks, blocks, strict=True)))
         self.groups = [
             KVPool(shape, num, block_size, dtype, device, each)
-            for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
+            for (shape, num), each in zip(sizes, maps, strict=True)
         ]
-        self._states = states
         # In the order in which the scheduler has them.
         self.all_groups: list[KVPool | StatePool] = [*self.groups]
-        if states is not None:
-            self.all_groups.append(states)
-        # Of each layer of the model: its group, and whose keys and values, or state, among its
-        # layers.
+        if self.recurrent is not None:
+            self.all_groups.append(self.recurrent)
+        # The group of each layer of the model, and whose keys and values, or state, among the
+        # group's layers it has.
         self._places = [
             (group, layers[group].index(kv.source_of(layer)))
             for layer, group in enumerate(layout.group_of)
@@ -199,7 +195,7 @@ class KVPools:
 
     @property
     def journals(self) -> tuple[Journal, ...]:
-        """Of the blocks of each group, where they outlive this process; else none."""
+        """They list the blocks of each group, where these outlive this process; else none."""
         return tuple(pool.journal for pool in self.groups if pool.journal is not None)
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
@@ -207,13 +203,8 @@ class KVPools:
         return self.groups[group].layer(number)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        assert self._states is not None
-        return self._states.layer(self._places[index][1])
-
-    @property
-    def recurrent(self) -> StatePool | None:
-        """None where no layer has a recurrence."""
-        return self._states
+        assert self.recurrent is not None
+        return self.recurrent.layer(self._places[index][1])
 
     def group_of(self, index: int) -> int:
         return self._places[index][0]
@@ -228,12 +219,11 @@ class PoolSize:
     more_blocks: tuple[int, ...] = ()
 
     @property
-    def of_groups(self) -> tuple[int, ...]:
+    def by_group(self) -> tuple[int, ...]:
         return (self.num_blocks, *self.more_blocks)
 
     def num_bytes(self, pools: Sequence[GroupPool]) -> int:
-        sizes = zip(self.of_groups, pools, strict=True)
-        return sum(num * pool.block_bytes for num, pool in sizes)
+        return _num_bytes(self.by_group, pools)
 
 
 def size_cpu_pool(
@@ -242,21 +232,20 @@ def size_cpu_pool(
     *,
     weight_bytes: int,
     max_model_len: int,
-    kept: KeptMemory | None = None,
+    memory: KVMemory | None = None,
     num_ranks: int = 1,
 ) -> PoolSize:
     """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
     leave free. Never more than max_num_seqs sequences of the full length can fill.
 
-    max_model_len: the model's own limit. kept: pools that are there already keep their sizes, as
-    their memory is no longer free. num_ranks: how many processes do the same on this machine, each
+    max_model_len: the model's own limit. memory: pools that are in it already keep their sizes, as
+    that is no longer free. num_ranks: how many processes do the same on this machine, each
     with such weights.
     """
     max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
-    sizes = kept.num_blocks if kept else None
+    sizes = memory.num_blocks if memory else None
     if sizes is not None and len(sizes) == len(pools):
-        in_all = zip(sizes, pools, strict=True)
-        budget = sum(num * pool.block_bytes for num, pool in in_all)
+        budget = _num_bytes(sizes, pools)
         if all(num >= pool.most_blocks(max_len) for num, pool in zip(sizes, pools, strict=True)):
             return PoolSize(sizes[0], max_len, sizes[1:])
     else:
@@ -271,6 +260,10 @@ def size_cpu_pool(
         may_shorten=engine.max_model_len is None,
         advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",
     )
+
+
+def _num_bytes(num_blocks: Sequence[int], pools: Sequence[GroupPool]) -> int:
+    return sum(num * pool.block_bytes for num, pool in zip(num_blocks, pools, strict=True))
 
 
 def resolve_max_model_len(requested: int | None, limit: int) -> int:
@@ -333,20 +326,21 @@ def _alike(kv: KVShape) -> dict[KVHeads, list[int]]:
 
 
 def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
-    """Of a pool's tensors, for each kind of heads: keys, values, and where they are codes the
-    scales of both."""
+    """A pool's tensors, for each kind of heads: keys, values, and where they are codes the scales
+    of both."""
     shapes: list[_Shape] = []
     for heads, layers in _alike(kv).items():
         shapes += [((len(layers), num_blocks, block_size, *heads), dtype)] * 2
         if dtype in LIMITS:
-            of_scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
-            shapes += [(of_scales, torch.float32)] * 2
+            scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
+            shapes += [(scales, torch.float32)] * 2
     return shapes
 
 
-def _block_bytes(shapes: list[_Shape]) -> list[tuple[int, int]]:
-    """Of each tensor, its layers and the bytes of a block in one."""
-    return [(shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize) for shape, dtype in shapes]
+def _block_bytes(tensor: _Shape) -> tuple[int, int]:
+    """Its layers, and the bytes of a block in one."""
+    shape, dtype = tensor
+    return shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

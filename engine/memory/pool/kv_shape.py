@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Of the scale of a token and head, where an element has one byte.
+# A token and head has a scale, where an element has one byte.
 _SCALE_BYTES = 4
 
 
 class KVHeads(NamedTuple):
-    """Of one layer."""
+    """One layer has them."""
 
     num_kv_heads: int
     head_dim: int
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Of the keys and values of one token. itemsize: bytes of one element; those of one byte
-        are codes, and each head has a scale besides."""
+        """The keys and values of one token take these. itemsize: bytes of one element; those of one
+        byte are codes, and each head has a scale besides."""
         scale_bytes = _SCALE_BYTES if itemsize == 1 else 0
         return 2 * self.num_kv_heads * (self.head_dim * itemsize + scale_bytes)
 
@@ -33,7 +33,7 @@ class KVShape:
 
     @classmethod
     def of(cls, *, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVShape":
-        """Of layers that are all alike."""
+        """For layers that are all alike."""
         return cls((KVHeads(num_kv_heads, head_dim),) * num_layers)
 
     @property

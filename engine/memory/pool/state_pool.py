@@ -15,8 +15,8 @@ class StatePool:
     """
 
     def __init__(self, shape: StateShape, num_states: int, device: torch.device) -> None:
-        def zeros(*of_one: int) -> Tensor:
-            sizes = (shape.num_layers, num_states, *of_one)
+        def zeros(*each: int) -> Tensor:
+            sizes = (shape.num_layers, num_states, *each)
             if device.type != "cpu":
                 return torch.zeros(sizes, dtype=torch.float32, device=device)
             # A state takes memory when it is first used.

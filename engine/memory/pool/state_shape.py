@@ -20,7 +20,7 @@ class StateShape:
 
     @property
     def num_key_heads(self) -> int:
-        """Of as many channels for queries as for keys; the others are values, of num_heads."""
+        """As many channels are queries as keys; the others are values, of num_heads."""
         return (self.num_channels - self.num_heads * self.value_dim) // (2 * self.key_dim)
 
     @property

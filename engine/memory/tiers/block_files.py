@@ -22,6 +22,7 @@ import secrets
 import struct
 import time
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ _MODEL_CHARACTERS = 32
 _UNFINISHED = ".new-"
 # A file that is being written is not removed with those that a killed process left.
 _UNFINISHED_S = 600.0
-# What is removed at once, beyond what is needed: to find the oldest, all are looked at.
+# This share is removed beyond what is needed: to find the oldest, all are looked at.
 _SPARE = 0.1
 _PROBE_BYTES = 32 * 2**20
 
@@ -49,16 +50,9 @@ _PROBE_BYTES = 32 * 2**20
 class Unreadable(Exception):
     """A block's file is missing, cut off, changed, or of something else."""
 
-    is_missing = False
-
-
-class Missing(Unreadable):
-    """It is not there."""
-
-    is_missing = True
-
-    def __init__(self) -> None:
-        super().__init__("missing")
+    @property
+    def is_missing(self) -> bool:
+        return str(self) == "missing"
 
 
 class File(NamedTuple):
@@ -69,7 +63,7 @@ class File(NamedTuple):
 
 
 class BlockFiles:
-    """Of one model. Threads may share it."""
+    """The files of one model's blocks. Threads may share it."""
 
     def __init__(self, directory: Path, identity: bytes, limit_bytes: int) -> None:
         """identity: differs where the same block would have other bytes, or mean other tokens.
@@ -80,23 +74,17 @@ class BlockFiles:
         self.limit_bytes = limit_bytes
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            secret = _secret_in(directory)
-            name = blake2b(
-                _MAGIC + identity, digest_size=32, key=secret, person=b"model"
-            ).hexdigest()
+            derived = partial(blake2b, _MAGIC + identity, key=_secret_in(directory))
+            name = derived(digest_size=32, person=b"model").hexdigest()
             self._own = directory / name[:_MODEL_CHARACTERS]
             self._own.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise InvalidConfig(
                 f"--kv-offload-dir {directory} cannot be used: {error.strerror or error}"
             ) from error
-        self.key = blake2b(
-            _MAGIC + identity, digest_size=KEY_BYTES, key=secret, person=b"digests"
-        ).digest()
-        """Of the digests."""
-        self._code_key = blake2b(
-            _MAGIC + identity, digest_size=32, key=secret, person=b"headers"
-        ).digest()
+        self.key = derived(digest_size=KEY_BYTES, person=b"digests").digest()
+        """The digests are made with it."""
+        self._code_key = derived(digest_size=32, person=b"headers").digest()
 
     def measure_read(self) -> float:
         """Bytes per second of reading what is not in the system's cache: it takes about 0.1 s.
@@ -147,7 +135,7 @@ class BlockFiles:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise Missing from None
+            raise Unreadable("missing") from None
         found = bytearray(HEADER_BYTES + num_bytes + 1)
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             length = 0
@@ -174,7 +162,7 @@ class BlockFiles:
             self._path(block).unlink()
 
     def blocks(self) -> Iterator[TierBlock]:
-        """Of this model. Raises OSError."""
+        """Those of this model that there are files of. Raises OSError."""
         for file in _files(self._own):
             digest, _, group = file.name.partition(".")
             with contextlib.suppress(ValueError):

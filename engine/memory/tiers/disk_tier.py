@@ -29,7 +29,7 @@ _TOUCH_S = 60.0
 _SCAN_S = 60.0
 # After a write failed, as where the disk is full.
 _WRITE_PAUSE_S = 30.0
-# What is not written by then, when the process is about to end, is not written.
+# When the process is about to end, it waits so long for blocks to be written.
 _FLUSH_S = 5.0
 
 Task = Callable[[], None]
@@ -39,7 +39,7 @@ class BlockMemory(Protocol):
     """The bytes of a pool's blocks. Threads may share it."""
 
     def num_bytes(self, group: int) -> int:
-        """Of one block."""
+        """A block has so many."""
         ...
 
     def read(self, group: int, block_id: int) -> memoryview:
@@ -89,8 +89,8 @@ class DiskTier:
         self._reads: SimpleQueue[Task] = SimpleQueue()
         self._write_after_s = 0.0
         self._total_bytes = 0
-        # Of reading; and what was read since anything is being read.
         self.rate = TransferRate(read_bytes_per_s)
+        # Since when anything is being read, and the bytes of that.
         self._busy_since_s = 0.0
         self._busy_bytes = 0
         self._counts = PlaceStats()
@@ -147,7 +147,7 @@ class DiskTier:
         while not self._ended.empty():
             ended = self._ended.get()
             self._end(ended.block, is_read=ended.is_intact)
-            # What was forgotten meanwhile must not be found.
+            # A block that was forgotten meanwhile must not be found.
             yield ended._replace(is_intact=ended.is_intact and ended.block in self._known)
 
     def cancel(self, block: TierBlock) -> bool:
@@ -171,7 +171,7 @@ class DiskTier:
         return self._counts._replace(num_blocks=len(self._known), num_bytes=self._total_bytes)
 
     def work(self) -> None:
-        """What the threads would do by now, for tests that have none."""
+        """Does all that the threads would have done by now, for tests that have none."""
         for queue in (self._reads, self._writes):
             while not queue.empty():
                 queue.get()()
@@ -181,7 +181,7 @@ class DiskTier:
         self._writes.put(is_done.set)
         is_done.wait(_FLUSH_S)
 
-    # What threads do.
+    # Called by threads.
 
     def _store(self, block: TierBlock, block_id: int, token: object) -> None:
         where, started_s = (block.group, block_id), self._clock()
@@ -285,7 +285,7 @@ class DiskTier:
         if num_removed:
             self._count(removed_blocks_total=num_removed)
 
-    # Both.
+    # Called by both.
 
     def _end(self, block: TierBlock, *, is_read: bool) -> None:
         """A load has ended."""

@@ -18,8 +18,7 @@ _CHECKSUM = Struct("<q")
 
 
 class HostPieces:
-    """See `BlockMemory`, whose blocks are slots here, and whose
-    bytes are a piece and then its checksum."""
+    """See `BlockMemory`: blocks are slots here, and their bytes a piece and then its checksum."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class HostPieces:
         return self._piece_bytes[group]
 
     def grow(self) -> range:
-        """Of each group, the slots that are there from now on; none where all are. Raises
+        """Makes more slots for each group, and returns them; none where all are there. Raises
         RuntimeError where the memory cannot be pinned."""
         count = min(self._slice_slots, self.num_slots - self.num_grown)
         if not count:

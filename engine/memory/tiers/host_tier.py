@@ -30,7 +30,7 @@ from penstock.scheduler.stats import PlaceStats, TierStats
 
 logger = logging.getLogger(__name__)
 
-# What has not reached the disk by then, when the process is about to end, does not.
+# When the process is about to end, it waits so long for blocks to reach the disk.
 _FLUSH_S = 5.0
 _LOOK_S = 0.01
 # While all slots are in use, how often it is looked for a free one.
@@ -55,7 +55,7 @@ class Transfer(Protocol):
 
     @property
     def seconds(self) -> float:
-        """What it took by itself, once it has ended."""
+        """Its own duration, once it has ended."""
         ...
 
 
@@ -64,11 +64,11 @@ class BlockMover(Protocol):
     Only `fence` and `hold` are for the thread that launches steps alone."""
 
     def most_blocks(self, group: int) -> int:
-        """That may be moved at once."""
+        """So many may be moved at once."""
         ...
 
     def fence(self) -> Any:
-        """What has been launched until now."""
+        """A mark after all that has been launched until now."""
         ...
 
     def gather(self, group: int, moves: Sequence[Move]) -> Transfer:
@@ -76,8 +76,7 @@ class BlockMover(Protocol):
         ...
 
     def hold(self, gathering: Any) -> None:
-        """What is launched from now on waits until the blocks of what `gather` has begun have been
-        read."""
+        """Launches from now on wait until the blocks of what `gather` has begun have been read."""
         ...
 
     def scatter(
@@ -298,7 +297,7 @@ class HostTier:
         return TierStats(memory, None if self._disk is None else self._disk.place_stats())
 
     def work(self) -> None:
-        """What the threads would do by now, where there are none."""
+        """Does all that the threads would have done by now, where there are none."""
         is_busy = True
         while is_busy:
             self._end_stores()
@@ -307,7 +306,7 @@ class HostTier:
         if self._disk is not None:
             self._disk.work()
 
-    # What threads do.
+    # Called by threads.
 
     def _grow(self) -> None:
         try:
@@ -356,7 +355,7 @@ class HostTier:
             return True
 
     def _next_stores(self) -> dict[int, tuple[TierBlock, int]]:
-        """Of one group, as many as may be moved at once and have slots, which are theirs now."""
+        """As many of one group as may be moved at once and have slots, which are theirs now."""
         found: dict[int, tuple[TierBlock, int]] = {}
         for _ in self._pending:
             group = self._next_group
@@ -407,7 +406,7 @@ class HostTier:
         return True
 
     def _next_loads(self) -> list[_Load]:
-        """Of one group, as many as may be moved at once. They cannot be cancelled any more."""
+        """As many of one group as may be moved at once. They cannot be cancelled any more."""
         loads: list[_Load] = []
         while self._queued:
             load = self._queued[0]
@@ -536,7 +535,7 @@ class HostTier:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """What ends a thread is in the log; loads that never end are given up."""
+    """Logs the error that ends a thread; loads that never end are given up."""
     try:
         yield
     except Exception:

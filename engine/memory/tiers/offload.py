@@ -1,4 +1,4 @@
-"""What --kv-offload-dir, --kv-offload-gb and --kv-offload-disk-gb ask for on a disk."""
+"""The tier on a disk that --kv-offload-dir, --kv-offload-gb and --kv-offload-disk-gb ask for."""
 
 import logging
 from pathlib import Path

@@ -12,8 +12,8 @@ from penstock.engine.memory.pool.kv_pool import KVPools
 
 
 class StepsInFlight:
-    """Of several ranks, of which some begin a step while others are at the one before. Threads may
-    share it."""
+    """Counts the steps of several ranks, of which some begin a step while others are at the one
+    before. Threads may share it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -81,7 +81,7 @@ class PoolBytes:
     def _parts(
         self, group: int, block_id: int, content: NDArray[np.uint8]
     ) -> "list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]":
-        """Of a piece and of the pool, each (num_layers, bytes)."""
+        """Pairs of the same bytes, in a piece and in the pool, each (num_layers, bytes)."""
         parts, end = [], 0
         for view in self._views[group]:
             in_pool = view[:, block_id]

@@ -1,7 +1,7 @@
 """`TransferRate`: how long a load would take, by what is on its way and what others took."""
 
-# Of the measured bandwidth, each new measurement is this share; and each load that was not begun
-# moves it as far back to what was measured at the start, so that what was slow gets another chance.
+# Each new measurement is this share of the bandwidth; and each load that was not begun moves it as
+# far back to what was measured at the start, so that a slow direction gets another chance.
 _NEW_SHARE = 0.3
 _RETURN_SHARE = 0.05
 # To begin and end a load, whatever its size: threads, and the loop that looks for what has ended.
@@ -9,13 +9,13 @@ _LATENCY_S = 0.002
 
 
 class TransferRate:
-    """Of one direction. One thread at a time may change it."""
+    """One direction's. One thread at a time may change it."""
 
     def __init__(self, bytes_per_s: float) -> None:
         """bytes_per_s: as measured at the start."""
         self._start_bytes_per_s = self.bytes_per_s = bytes_per_s
         self.open_bytes = 0
-        """Of loads that have begun and not ended."""
+        """Loads that have begun and not ended have these."""
 
     def seconds(self, num_bytes: int) -> float:
         """For so many more, from now."""

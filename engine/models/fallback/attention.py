@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.engine.kernels.attention.reference import visible
+from penstock.engine.kernels.attention.gathered import visible
 from penstock.engine.memory.pool.kv_codes import KVPages, gather, store
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.step.model_input import ModelInput

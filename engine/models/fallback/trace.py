@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from penstock.engine.kernels.attention.reference import visible
+from penstock.engine.kernels.attention.gathered import visible
 from penstock.engine.models.fallback.attention import (
     PAGED,
     TRACED,

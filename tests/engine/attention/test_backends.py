@@ -22,7 +22,6 @@ from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.kernels.attention.flash import FlashAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.attention.protocol import DeviceAttention
-from penstock.engine.kernels.attention.reference import reference_attention
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.attention.torch_attention import TorchAttention
 from penstock.engine.models.config import ModelConfig
@@ -32,6 +31,7 @@ from penstock.scheduler.errors import InvalidConfig
 from tests.support.executors import cpu_executor
 from tests.support.flash_attn_module import SOURCE, FlashAttnModule, parameters
 from tests.support.kernels import DEVICE, error, poisoned, random
+from tests.support.reference_attention import reference_attention
 
 SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=16, block_size=256)
 WINDOWS = (None, 70)

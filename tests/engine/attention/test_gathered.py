@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from penstock.engine.kernels.attention.gathered import gathered_attention
-from penstock.engine.kernels.attention.reference import reference_attention
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode, encode
 from penstock.engine.step.model_input import build_model_input
+from tests.support.reference_attention import reference_attention
 from tests.support.tiny_models import make_batch
 
 NUM_SLOTS, BLOCKS_EACH = 12, 8

@@ -10,13 +10,13 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.kernels.attention.paged.decode import PagedDecode
 from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
-from penstock.engine.kernels.attention.reference import reference_attention
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode
 from penstock.engine.step.device_step import Rotation
 from penstock.engine.step.model_input import ModelInput
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
+from tests.support.reference_attention import reference_attention
 
 SHAPES = [
     AttentionShape(num_heads=4, num_kv_heads=4, head_dim=16, block_size=16),

@@ -95,7 +95,7 @@ def _executor(
             max_model_len=MAX_LEN,
             device=DEVICE,
         )
-    padded = [num + 1 for num in size.of_groups]
+    padded = [num + 1 for num in size.by_group]
     pool = KVPools(config.kv_shape, layout, padded, BLOCK_SIZE, dtype, DEVICE)
     windows = config.attention_windows(BLOCK_SIZE)
     attention = PagedAttention(windows, MAX_SEQS, budget, num_sms=1, device=DEVICE, dtype=dtype)
@@ -120,7 +120,7 @@ def _executor(
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS, slots),
         pool,
-        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, size.of_groups, DEVICE),
+        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, size.by_group, DEVICE),
         GrammarTable(grammars, MAX_SEQS, config.vocab_size),
         info,
         max_num_seqs=MAX_SEQS,

@@ -13,7 +13,7 @@ from penstock.engine.config import AttentionBackend
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory import huge_pages
-from penstock.engine.memory.pool.kept import make_descriptor
+from penstock.engine.memory.pool.kv_memory import make_descriptor
 from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig

@@ -15,7 +15,7 @@ from penstock.engine.step.device_step import DeviceStep, Rotation
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Of the layers whose heads are alike. windows: those that they have."""
+    """The layers whose heads are alike. windows: those that they have."""
 
     windows: Collection[int | None]
     decode: PagedDecode
@@ -47,11 +47,11 @@ class PagedAttention:
         of one step. dtype: of queries; keys and values have it too, or are codes."""
         self._kinds = {
             (shape.num_kv_heads, shape.head_dim): _Kind(
-                of_shape,
+                each,
                 PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
                 PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
             )
-            for shape, of_shape in windows.items()
+            for shape, each in windows.items()
         }
 
     def plan(self, step: DeviceStep) -> None:

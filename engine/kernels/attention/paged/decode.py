@@ -167,6 +167,6 @@ def _options(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> dict[st
         # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor. Of codes
         # twice as many, of a quarter of the size each.
         "num_stages": 3 if is_large else 9 if is_coded else 5,
-        # What three programs have each. Some compilers take more, for the rotation.
+        # Three programs have so many each. Some compilers take more, for the rotation.
         "maxnreg": None if is_large else 168,
     }

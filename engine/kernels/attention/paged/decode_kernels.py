@@ -63,8 +63,8 @@ def _partners(dim, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
 
 @triton.jit
 def _inverse_rms(x, dim, eps, HEAD_DIM: tl.constexpr):
-    """What a norm without a weight multiplies each head by, (heads, 1): in two halves, to the bit
-    as `_rotate_and_store` adds up squares."""
+    """A norm without a weight multiplies each head by it, (heads, 1): to the bit as in
+    `_rotate_and_store`, which adds up halves."""
     left = tl.where(dim < HEAD_DIM // 2, x, 0.0)
     square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
     return tl.rsqrt(square / HEAD_DIM + eps)[:, None]
@@ -146,10 +146,10 @@ def _combine(
             cache_modifier=".cg",
         )  # fmt: skip
         new_peak = tl.maximum(peak, tl.max(size, 0))
-        kept = tl.exp2(peak - new_peak)
+        share = tl.exp2(peak - new_peak)
         weight = tl.exp2(size - new_peak[None, :])
-        acc = acc * kept[:, None] + tl.sum(mixed * weight[:, :, None], 0)
-        total = total * kept + tl.sum(weight, 0)
+        acc = acc * share[:, None] + tl.sum(mixed * weight[:, :, None], 0)
+        total = total * share + tl.sum(weight, 0)
         peak = new_peak
     offset = head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)

@@ -65,7 +65,7 @@ def sink_scores(sinks, head, mask):
 
 @triton.jit
 def _scores(q, k, scales, place, is_key, scale):
-    """Of queries and a tile of keys; where these are codes, each key has a scale besides."""
+    """Multiplies queries and a tile of keys; where these are codes, each has a scale besides."""
     if scales is not None:
         key_scale = tl.load(scales + place, mask=is_key, other=0.0)
         key_scale = key_scale * (unit_of(k.dtype) * scale)

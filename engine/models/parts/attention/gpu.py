@@ -44,7 +44,7 @@ class FusedAttention:
         step: DeviceStep,
         out: Tensor,
     ) -> Tensor:
-        """What the output product reads, (T, num_heads * head_dim), in the memory of out, (T,
+        """Returns the output product's input, (T, num_heads * head_dim), in the memory of out, (T,
         num_heads, head_dim). projected: what qkv gives. step: as the layer's group sees it."""
         config = self._layer.config
         if not config.has_gates:

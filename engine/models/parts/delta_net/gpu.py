@@ -39,6 +39,6 @@ class FusedDeltaNet:
         """
         net, shape = self._weights, self._shape
         mixed = convolve(shape, projected, net.taps, step, inputs)
-        of_gates = Gates(gates, net.decay, net.bias)
+        both = Gates(gates, net.decay, net.bias)
         for recur in (recur_decodes, recur_chunks):
-            recur(shape, projected, mixed, of_gates, net.norm, net.eps, step, matrices, out)
+            recur(shape, projected, mixed, both, net.norm, net.eps, step, matrices, out)

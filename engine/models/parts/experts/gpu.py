@@ -35,8 +35,8 @@ class FusedExperts:
         self._gate_up, self._down = plain(gate_up), plain(down)
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """What the experts of each token make of it: (T, hidden_size). routed: what the router
-        reads, where that is not x."""
+        """Returns the sum of each token's experts: (T, hidden_size). routed: the router's input,
+        where that is not x."""
         experts = self._experts
         logits = product(self._router, x if routed is None else routed)
         routes = route(

@@ -39,7 +39,7 @@ class FusedPerLayerInput:
         self._projection = FUSED_LINEARS.of(layer.projection)
 
     def __call__(self, index: int, residual: Tensor, inputs: Tensor) -> Tensor:
-        """What a layer makes of its own input of each token. index: which layer it is. inputs: as
+        """A layer's change by its own input of each token. index: which layer it is. inputs: as
         `FusedPerLayerInputs` gives them."""
         gate = product(self._gate, residual)
         kernels.gate_input(gate, inputs, index)

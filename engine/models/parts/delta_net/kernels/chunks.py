@@ -30,7 +30,8 @@ from penstock.engine.models.parts.delta_net.kernels.shape import (
 )
 from penstock.engine.step.device_step import DeviceStep
 
-# Of a tile. With twice as many, which Hopper's wide products would take, registers spill.
+# A tile has so many. With twice as many, which Hopper's wide products would take, registers
+# spill.
 TILE_TOKENS = 32
 # Columns of a state that one program keeps in registers.
 _COLUMNS = 32

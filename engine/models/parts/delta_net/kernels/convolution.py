@@ -34,7 +34,7 @@ def convolve(
     mixed = projected.new_empty(len(projected), shape.num_channels)
     heads = 2 * shape.num_key_heads + shape.num_heads
     constants = sizes(shape)
-    of_head = {"DIMS": max(constants.pop("KEYS"), constants.pop("VALUES"))}
+    head_sizes = {"DIMS": max(constants.pop("KEYS"), constants.pop("VALUES"))}
     constants["TAPS"] = shape.num_inputs + 1
     entries = next_power_of_2(shape.num_inputs)
     tables = step.block_tables
@@ -42,14 +42,14 @@ def convolve(
         _convolve_decodes[(step.num_decodes, heads)](
             projected, taps, tables, step.slots, step.positions, step.lens_of_decodes, inputs,
             mixed, tables.stride(0),
-            **constants, **of_head, ENTRIES=entries, num_warps=1, **overlapped(),
+            **constants, **head_sizes, ENTRIES=entries, num_warps=1, **overlapped(),
         )  # fmt: skip
     if (tiles := step.state_tiles) is not None:
         _convolve_tiles[(tile_programs(step), heads)](
             projected, taps, tables, step.slots, step.positions, *tiles.lists, inputs, mixed,
             tables.stride(0),
-            **constants, **of_head, TILE=tiles.most_tokens, TOKENS=min(_TOKENS, tiles.most_tokens),
-            num_warps=4, **overlapped(),
+            **constants, **head_sizes, TILE=tiles.most_tokens,
+            TOKENS=min(_TOKENS, tiles.most_tokens), num_warps=4, **overlapped(),
         )  # fmt: skip
         num_chunks = min(len(tiles.chunks), tile_programs(step))
         _store_inputs[(num_chunks, ceil_div(shape.num_channels, _CHANNELS))](
@@ -61,7 +61,7 @@ def convolve(
 
 @triton.jit
 def _channels(head, dim, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """Of a head of queries, keys or values: its channels, and which of them there are."""
+    """A head's channels, be it of queries, keys or values, and which of them there are."""
     is_value = head >= 2 * KEY_HEADS
     first = tl.where(
         is_value,
@@ -73,7 +73,7 @@ def _channels(head, dim, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_D
 
 @triton.jit
 def _factor(squares, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr):
-    """What a head is multiplied by; squares: their sum."""
+    """The factor of a head; squares: their sum."""
     unit = tl.rsqrt(squares + 1e-6)
     scale: tl.constexpr = KEY_DIM**-0.5
     return tl.where(head < KEY_HEADS, unit * scale, tl.where(head < 2 * KEY_HEADS, unit, 1.0))

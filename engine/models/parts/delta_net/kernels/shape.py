@@ -1,4 +1,4 @@
-"""What the kernels of a gated delta net have in common: sizes, gates, and the norm after them."""
+"""For all kernels of a gated delta net: sizes, gates, and the norm after them."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Gates(NamedTuple):
 
 
 def sizes(shape: StateShape) -> dict[str, int]:
-    """Of heads, as all kernels have them; KEYS and VALUES are powers of 2."""
+    """The heads' sizes, as all kernels have them; KEYS and VALUES are powers of 2."""
     return {
         "KEY_HEADS": shape.num_key_heads,
         "VALUE_HEADS": shape.num_heads,
@@ -47,7 +47,7 @@ _FURTHER_TILES = 8
 
 @triton.jit
 def gates_of(gates, decay, bias, token, head, is_token, HEADS: tl.constexpr):
-    """Of a value head at these tokens: the logarithm of its decay, and beta. Both are 0 where there
+    """A value head's logarithm of decay at these tokens, and its beta. Both are 0 where there
     is no token, which leaves a state as it is. is_token: None where all are there."""
     place = gates + token.to(tl.int64) * (2 * HEADS) + head
     if is_token is None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.attention.gathered import visible
 from penstock.engine.step.model_input import ModelInput
 
 
@@ -29,17 +30,9 @@ def reference_attention(
         scores = torch.einsum("qkgd,skd->kgqs", grouped, key) * head_dim**-0.5
         scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
         if sinks is not None:
-            of_heads = sinks.view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat((scores, of_heads), dim=-1)
+            for_heads = sinks.view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, for_heads), dim=-1)
         weights = scores.softmax(-1)[..., :context_len]
         mixed = torch.einsum("kgqs,skd->qkgd", weights, value)
         output[first:end] = mixed.flatten(1, 2).to(query.dtype)
     return output
-
-
-def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool."""
-    keys = torch.arange(num_keys, device=positions.device)
-    queries = positions.unsqueeze(-1)
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)

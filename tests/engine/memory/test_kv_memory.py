@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from penstock.engine.memory import huge_pages
 from penstock.engine.memory.pool.journal import ENTRY_BYTES
-from penstock.engine.memory.pool.kept import KeptMemory, identity_of, make_descriptor
+from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of, make_descriptor
 from penstock.scheduler.cache.journal import StoredBlock
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import FinishReason, Request
@@ -35,7 +35,7 @@ def memory() -> Iterator[int]:
 
 def engine(memory: int, *, num_blocks: int = NUM_BLOCKS, identity: bytes = IDENTITY) -> Driver:
     """As a new process would begin."""
-    kept = KeptMemory(memory, identity)
+    kept = KVMemory(memory, identity)
     return Driver(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, kept=kept)
 
 
@@ -81,10 +81,10 @@ def test_a_pool_of_something_else_is_not_read(memory: int, change: str) -> None:
 
 
 def test_the_size_of_the_pool_before_is_known_before_it_is_mapped(memory: int) -> None:
-    assert KeptMemory(memory, IDENTITY).num_blocks is None
+    assert KVMemory(memory, IDENTITY).num_blocks is None
     engine(memory)
-    assert KeptMemory(memory, IDENTITY).num_blocks == (NUM_BLOCKS,)
-    assert KeptMemory(memory, bytes(32)).num_blocks is None
+    assert KVMemory(memory, IDENTITY).num_blocks == (NUM_BLOCKS,)
+    assert KVMemory(memory, bytes(32)).num_blocks is None
     assert os.fstat(memory).st_size == 0  # free before the next pool is sized
 
 
@@ -168,7 +168,7 @@ class Lives(RuleBasedStateMachine):
         self._live()
 
     def _live(self) -> None:
-        kept = KeptMemory(self.memory, IDENTITY)
+        kept = KVMemory(self.memory, IDENTITY)
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.driver = Driver(
             num_blocks=NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, config=config, kept=kept
@@ -262,13 +262,13 @@ def test_each_block_is_evicted_before_the_one_before_it(
     descriptor = make_descriptor()
     assert descriptor is not None
     try:
-        [(_, journal, _)] = KeptMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
+        [(_, journal, _)] = KVMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
         parents = [b"the root has one"]
         for block_id, digest in enumerate(digests):
             parent = data.draw(st.sampled_from(parents))
             journal.record([StoredBlock(block_id, digest, parent)])
             parents.append(digest)
-        [(_, journal, _)] = KeptMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
+        [(_, journal, _)] = KVMemory(descriptor, IDENTITY).map([(len(digests), [(1, 8)])])
         order = journal.survivors()
         assert sorted(block.digest for block in order) == sorted(digests)
         places = {block.digest: place for place, block in enumerate(order)}

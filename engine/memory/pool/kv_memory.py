@@ -1,4 +1,4 @@
-"""`KeptMemory`: memory for a pool of keys and values that outlives the engine which computes them.
+"""`KVMemory`: memory for a pool of keys and values that outlives the engine which computes them.
 
 The server makes it (`make_descriptor`) and passes it down to one engine after the other. It has no
 name in any file system, so it ends with the last process that holds it, whatever ends that.
@@ -36,8 +36,8 @@ SPARE_BYTES = 4096
 
 
 def make_descriptor() -> int | None:
-    """Of memory without a content; None where the system has none that outlives a process, or none
-    on huge pages: without these, each step would be slower.
+    """Memory without a content; None where the system has none that outlives a process, or none on
+    huge pages: without these, each step would be slower.
 
     Several may be made. It is for `os.close` once it is not needed.
     """
@@ -56,15 +56,15 @@ def identity_of(model: Path, *what: object) -> bytes:
     return blake2b(repr((str(model), found, what)).encode(), digest_size=32).digest()
 
 
-class KeptPool(NamedTuple):
-    """Of one group of layers. tensors: the bytes of each, with `SPARE_BYTES` after it."""
+class MappedPool(NamedTuple):
+    """A group of layers has it. tensors: the bytes of each, with `SPARE_BYTES` after it."""
 
     tensors: list[memoryview]
     journal: Journal
     pages: GrowingHugePages
 
 
-class KeptMemory:
+class KVMemory:
     """To be mapped once, after the pools' sizes are known."""
 
     def __init__(self, descriptor: int, identity: bytes, key: bytes | None = None) -> None:
@@ -83,11 +83,11 @@ class KeptMemory:
         if self.num_blocks is None:
             os.ftruncate(descriptor, 0)  # frees it before anybody asks how much memory is free
 
-    def map(self, pools: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[KeptPool]:
+    def map(self, pools: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[MappedPool]:
         """The pools of keys and values, whose tensors are (num_layers, num_blocks, ...).
 
         pools: num_blocks of each, and of each of its tensors num_layers and the bytes of one block
-        in one layer. Pools that were left are kept if they have as many blocks.
+        in one layer. Pools that were left stay if they have as many blocks.
         """
         assert len(pools) <= _MAX_GROUPS
         num_blocks = tuple(num for num, _ in pools)
@@ -112,14 +112,14 @@ class KeptMemory:
             header = _HEADER.pack(_MAGIC, self._identity, self._key, *sizes)
             mapping.memory[: _HEADER.size + _CHECK.size] = header + _check(header)
         return [
-            _kept_pool(mapping, table, num, parts, self._key)
+            _mapped_pool(mapping, table, num, parts, self._key)
             for table, num, parts in zip(tables, num_blocks, parts_of, strict=True)
         ]
 
 
-def _kept_pool(
+def _mapped_pool(
     mapping: SharedMapping, table: int, num_blocks: int, parts: Sequence[Part], key: bytes
-) -> KeptPool:
+) -> MappedPool:
     memory = mapping.memory
     tensors = [
         memory[part.offset : part.offset + size + SPARE_BYTES]
@@ -132,7 +132,7 @@ def _kept_pool(
         for layer in range(part.num_layers)
     ]
     journal = Journal(memory, table, num_blocks, parts, key)
-    return KeptPool(tensors, journal, GrowingHugePages(mapping, layers, num_blocks))
+    return MappedPool(tensors, journal, GrowingHugePages(mapping, layers, num_blocks))
 
 
 def _check(header: bytes) -> bytes:
