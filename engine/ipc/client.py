@@ -51,7 +51,7 @@ class EngineClient:
         self._module = module
         self._kv_memory: int | None = None
         self._adapters = AdapterTable(config.lora, self._send, self._check_up)
-        self._state = EngineState.STARTING
+        self.state = EngineState.STARTING
         self._streams = OpenStreams(
             config.scheduler.max_num_seqs,
             config.max_num_queued_reqs,
@@ -61,12 +61,13 @@ class EngineClient:
         self._process = self._new_process()
         self._recovery = Recovery(self._streams, config.scheduler.max_num_seqs)
         self._budget = RestartBudget(config.max_engine_restarts)
-        self._restarts: Counter[EndCause] = Counter()
+        self.restarts: Counter[EndCause] = Counter()
+        """How many processes were replaced, by what ended them."""
         self._info: ModelInfo | None = None
         self._on_step: list[Callable[[StepReport], None]] = []
         self._on_progress: Callable[[LoadProgress], None] = lambda _: None
         self._on_restart: list[Callable[[], None]] = []
-        self._last_report: StepReport | None = None
+        self.last_report: StepReport | None = None
         self._is_up = False  # the process is ready, and has not ended
         self._has_stepped = False  # this process has
         self._last_message_s = 0.0
@@ -79,10 +80,6 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
     def info(self) -> ModelInfo:
         """Raises EngineFailed before the model is loaded."""
         if self._info is None:
@@ -91,7 +88,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process; None where there is none, or it has ended."""
+        """The engine process's; None where there is none, or it has ended."""
         return self._process.pid
 
     @property
@@ -114,19 +111,10 @@ class EngineClient:
         """See `penstock.engine.ipc.stall`."""
         config = self._config
         # A process that replaces another one finds what that has compiled, but loads for long.
-        has_stepped = self._is_up and self._last_report is not None
+        has_stepped = self._is_up and self.last_report is not None
         return stall_limit_s(
             config.stall_timeout_s, self.info, config.scheduler, has_stepped=has_stepped
         )
-
-    @property
-    def last_report(self) -> StepReport | None:
-        return self._last_report
-
-    @property
-    def restarts(self) -> Counter[EndCause]:
-        """How many processes were replaced, by what ended them."""
-        return self._restarts
 
     @property
     def num_resumed(self) -> int:
@@ -164,11 +152,11 @@ class EngineClient:
         try:
             await self._start_process()
         except EngineFailed:
-            self._state = EngineState.DEAD
+            self.state = EngineState.DEAD
             raise
         # Another process must have room for what this one accepted.
         self._config = replace(self._config, max_model_len=self.info.max_model_len)
-        self._state = EngineState.READY if self._is_up else EngineState.RESTARTING
+        self.state = EngineState.READY if self._is_up else EngineState.RESTARTING
         self._tasks = [asyncio.create_task(self._supervise())]
         if self._config.max_engine_restarts:
             self._tasks.append(asyncio.create_task(self._look()))
@@ -181,7 +169,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the process. Requests that are still open get EngineFailed."""
-        self._state = EngineState.DEAD
+        self.state = EngineState.DEAD
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -214,8 +202,8 @@ class EngineClient:
     def submit_alike(self, requests: Sequence[Request]) -> list[OutputStream]:
         """The same of several, all or none, that differ in id, prompt and max_tokens alone: so what
         they share is sent once."""
-        if self._state not in (EngineState.READY, EngineState.RESTARTING):
-            raise EngineFailed(f"the engine is {self._state}")
+        if self.state not in (EngineState.READY, EngineState.RESTARTING):
+            raise EngineFailed(f"the engine is {self.state}")
         if not self.num_open:
             self._busy_since_s = time.monotonic()
         streams = self._streams.submit_alike(requests)
@@ -269,13 +257,13 @@ class EngineClient:
 
     def _check_up(self) -> None:
         """Raises EngineFailed unless what is sent now arrives."""
-        if self._state is not EngineState.READY:
-            raise EngineFailed(f"the engine is {self._state}; try again when it is ready")
+        if self.state is not EngineState.READY:
+            raise EngineFailed(f"the engine is {self.state}; try again when it is ready")
 
     def _send(self, message: OnWire) -> None:
-        """What is not sent now is not lost: the next process gets all requests that are then open,
-        and has not heard of others."""
-        if self._state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
+        """A message that is not sent now is not lost: the next process gets all requests that are
+        then open, and has not heard of others."""
+        if self.state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
             self._process.send(message)
 
     def _on_message(self, message: LoadProgress | FromLoop) -> None:
@@ -294,7 +282,7 @@ class EngineClient:
         if isinstance(message, AdapterLoaded):
             self._adapters.on_loaded(message)
             return
-        self._last_report = message
+        self.last_report = message
         self._has_stepped = True
         if message.started:
             self._streams.start(message.started)
@@ -308,8 +296,8 @@ class EngineClient:
             self._ended_at_s = time.monotonic()
             self._recovery.on_end(end)
             self._adapters.on_end()
-        if self._state is EngineState.READY:
-            self._state = EngineState.RESTARTING
+        if self.state is EngineState.READY:
+            self.state = EngineState.RESTARTING
         if self._ended and not self._ended.done():
             self._ended.set_result(end)
 
@@ -339,7 +327,7 @@ class EngineClient:
             if delay_s is None:
                 self._die(self._budget.last_words(end.why))
                 return False
-            self._restarts[end.cause] += 1
+            self.restarts[end.cause] += 1
             self._ready_at_s = time.monotonic() + delay_s + self._start_s
             for callback in self._on_restart:
                 callback()
@@ -373,7 +361,7 @@ class EngineClient:
     async def _bring_back(self) -> None:
         await self._recovery.bring_back(self._process.send)
         if self._is_up:
-            self._state = EngineState.READY
+            self.state = EngineState.READY
             self._adapters.on_resumed()
             self._busy_since_s = time.monotonic()
             pause_s = self._busy_since_s - self._ended_at_s
@@ -390,7 +378,7 @@ class EngineClient:
             await asyncio.sleep(_LOOK_INTERVAL_S)
             now_s, process = time.monotonic(), self._process
             unheard_s = beats.look(now_s, (process, process.last_beat_s))
-            is_idle = not self.num_open and self._state is EngineState.READY
+            is_idle = not self.num_open and self.state is EngineState.READY
             sign_s = now_s if is_idle else self._last_sign_s()
             stuck_s = max(unheard_s, steps.look(now_s, (process, sign_s)))
             if process.state is EngineState.DEAD or stuck_s <= self._config.stall_timeout_s:
@@ -403,7 +391,7 @@ class EngineClient:
         return max(self._last_message_s, self._busy_since_s)
 
     def _die(self, why: str) -> None:
-        self._state = EngineState.DEAD
+        self.state = EngineState.DEAD
         self._streams.fail_all(EngineFailed(why))
         assert self._dead
         if not self._dead.done():

@@ -26,7 +26,7 @@ from penstock.scheduler.errors import InvalidConfig
 logger = logging.getLogger(__name__)
 
 END = (-1).to_bytes(8, "big", signed=True)
-# What vLLM calls the memory that attention reads, whatever the device.
+# vLLM calls the memory that attention reads so, whatever the device.
 _MEDIUM = "GPU"
 _POLL_S = 0.05
 
@@ -104,7 +104,7 @@ class KVEventPublisher:
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Of one step, in their order."""
+        """The events of one step, in their order."""
         if events:
             self._put([self._on_wire(event) for event in events])
 

@@ -108,7 +108,7 @@ def serve(
         pipe.watch(followers.news, followers.check)
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
-    # What is recorded must have been computed, not only launched.
+    # A step that is recorded must have been computed, not only launched.
     assert not (executor.journals and executor.runs_ahead), executor
     if executor.tier is not None:
         at_end.append(executor.tier.flush)

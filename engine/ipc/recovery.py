@@ -1,5 +1,5 @@
-"""What happens to open requests when their engine has ended: who comes back, in which order, and
-who does not.
+"""Brings open requests back when their engine has ended: which of them, in which order, and which
+not.
 
 The engine that ended is replaced as often as `RestartBudget` allows. The new one gets every open
 request with the ids that the server has, and each sampled id depends on the ids before it, the seed
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_S = 600.0
 _MAX_DELAY_S = 30.0
-# Of a trial, besides those that the server has. The last step whose ids it has may be three before
-# the one that ended the engine: one that was launched, one launched ahead of it, and one whose
-# message was lost.
+# A trial has so many besides those that the server has. The last step whose ids that has may be
+# three before the one that ended the engine: one that was launched, one launched ahead of it, and
+# one whose message was lost.
 _TRIAL_TOKENS = 4
 
 

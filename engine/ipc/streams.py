@@ -36,7 +36,7 @@ class OutputStream:
         self.request = request
         self.first = first
         self._streams = streams
-        # Of each answer without a final output, the ids that have arrived.
+        # The ids that have arrived of each answer without a final output.
         answers = request.resumed
         if answers is None:
             answers = tuple(map(ResumedAnswer, range(request.n)))
@@ -49,7 +49,7 @@ class OutputStream:
         # A bare future: an asyncio.Event looks up the loop, and so the process id, every time.
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        # Of a request with a target, by which the engine may refuse it.
+        # For a request with a target, by which the engine may refuse it.
         self._accepted: asyncio.Future[None] | None = None
         if request.ttft_target_s is not None:
             self._accepted = self._loop.create_future()
@@ -193,13 +193,9 @@ class OpenStreams:
         self._send = send
         self._streams: dict[RequestId, OutputStream] = {}
         self._scheduled: list[OutputStream] = []  # to be notified
-        self._num_open = 0
-        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
-
-    @property
-    def num_open(self) -> int:
+        self.num_open = 0
         """Answers that have not ended, running and waiting together."""
-        return self._num_open
+        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     def check_room(self, num_answers: int, tenant: str = "") -> None:
         """Raises RequestRefused for more answers than may ever be open, QueueFull for more than may
@@ -209,12 +205,12 @@ class OpenStreams:
                 f"the request needs {num_answers} answers, and this server holds at most "
                 f"{self._max_open}; send fewer prompts at a time, or a lower n"
             )
-        if self._num_open + num_answers > self._max_open and not (
+        if self.num_open + num_answers > self._max_open and not (
             self._is_fair and self._has_share(num_answers, tenant)
         ):
             raise QueueFull(
                 num_answers,
-                num_open=self._num_open,
+                num_open=self.num_open,
                 max_open=self._max_open,
                 retry_after_s=self._retry_after_s(),
             )
@@ -227,7 +223,7 @@ class OpenStreams:
 
     def _count(self, tenant: str, num_answers: int) -> None:
         """So many more are open, or fewer."""
-        self._num_open += num_answers
+        self.num_open += num_answers
         self._open_of[tenant] += num_answers
         if not self._open_of[tenant]:
             del self._open_of[tenant]
@@ -255,7 +251,7 @@ class OpenStreams:
         return iter(self._streams.values())
 
     def resumptions(self) -> list[OnWire]:
-        """What gives all open requests to another engine, as they were submitted."""
+        """Messages that give all open requests to another engine, as they were submitted."""
         groups = groupby(self, key=attrgetter("first"))
         return [_submission([stream.resumption() for stream in group]) for _, group in groups]
 
@@ -304,7 +300,7 @@ class OpenStreams:
         for stream in self._streams.values():
             stream.fail(error)
         self._streams.clear()
-        self._num_open = 0
+        self.num_open = 0
         self._open_of.clear()
 
     def notify_soon(self, stream: OutputStream) -> None:

@@ -24,13 +24,7 @@ import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.messages import (
-    Failed,
-    FromEngine,
-    FromLoop,
-    OnWire,
-    Ready,
-)
+from penstock.engine.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
@@ -48,12 +42,12 @@ _LAST_LINES_S = 2.0  # from its last message to its end, in which it writes its 
 _END_S = 30.0
 
 
-# What says more of who sent a signal than of the requests that ran.
+# These say more of who sent a signal than of the requests that ran.
 _SIGNALS_OF_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class EngineState(StrEnum):
-    """What the engine is doing, as far as the server knows."""
+    """The engine's state, as far as the server knows."""
 
     STARTING = "starting"
     READY = "ready"
@@ -62,7 +56,7 @@ class EngineState(StrEnum):
 
 
 class EndCause(StrEnum):
-    """What ended an engine process."""
+    """An engine process has ended by this."""
 
     CLOSED = "closed"  # the server is shutting down
     KILLED = "killed"  # a signal of somebody else
@@ -107,8 +101,7 @@ class EngineProcess:
         self._module = module
         self._on_message = on_message
         self._on_end = on_end
-        self._state = EngineState.STARTING
-        self._info: ModelInfo | None = None
+        self.state = EngineState.STARTING
         self.adapters: tuple[LoadedAdapter, ...] = ()  # when it was ready
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -120,17 +113,6 @@ class EngineProcess:
         self._num_oom_kills = 0  # of the machine, when the process started
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def info(self) -> ModelInfo:
-        """Raises EngineFailed before the model is loaded."""
-        if self._info is None:
-            raise EngineFailed("the model is still loading")
-        return self._info
 
     @property
     def pid(self) -> int | None:
@@ -270,7 +252,7 @@ class EngineProcess:
 
     async def _read_messages(self) -> None:
         assert self._socket
-        while self._state is not EngineState.DEAD:
+        while self.state is not EngineState.DEAD:
             self._receive(await self._socket.recv())
             with contextlib.suppress(zmq.Again):
                 for _ in range(_MAX_MESSAGES_AT_ONCE - 1):
@@ -279,11 +261,11 @@ class EngineProcess:
             await asyncio.sleep(0)
 
     def _receive(self, data: bytes) -> None:
-        if self._state is EngineState.DEAD:
+        if self.state is EngineState.DEAD:
             return
         message = self._decoder.decode(data)
         if isinstance(message, Ready):
-            self._info, self._state = message.info, EngineState.READY
+            self.state = EngineState.READY
             self.adapters = message.adapters
             assert self._ready
             self._ready.set_result(message.info)
@@ -340,9 +322,9 @@ class EngineProcess:
 
     def _end(self, end: End) -> None:
         """Reports the end, once, to everyone who waits for the engine."""
-        if self._state is EngineState.DEAD:
+        if self.state is EngineState.DEAD:
             return
-        self._state = EngineState.DEAD
+        self.state = EngineState.DEAD
         self._on_end(end)
         if self._ready and not self._ready.done():
             self._ready.set_exception(EngineFailed(end.why))

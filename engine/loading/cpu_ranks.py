@@ -22,7 +22,7 @@ from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.ranks.link import LinkSize
 from penstock.engine.ranks.membership import Membership, membership_bytes
-from penstock.engine.ranks.shared_memory import memory_of
+from penstock.engine.ranks.shared_memory import shared_memory
 from penstock.engine.step.executor import AdapterStore
 from penstock.scheduler.errors import InvalidConfig
 
@@ -43,7 +43,7 @@ def build_parallel_executor(
                 f"{flags_of(layout)} needs a C++ compiler for what the ranks exchange; install g++ "
                 f"({getattr(error, 'stderr', None) or error})"
             ) from error
-        memory = memory_of(membership_bytes(library, layout, link_size(config)))
+        memory = shared_memory(membership_bytes(library, layout, link_size(config)))
         pools = () if config.kv_offload_dir is None else rank_pools(layout)
         followers.begin(config, memory, pools=pools)
         membership = join(config, memory, 0)

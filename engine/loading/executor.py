@@ -37,7 +37,7 @@ def _scripted_executor(config: EngineConfig) -> Executor:
     from penstock.engine.hub.implementation import read_model
     from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of
     from penstock.engine.memory.tiers.offload import block_files, disk_tier
-    from penstock.engine.sampling.grammar import Grammars
+    from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
     from penstock.engine.sampling.grammar_table import GrammarTable
 
     model = read_model(Path(config.model), config.model_impl)
@@ -47,8 +47,8 @@ def _scripted_executor(config: EngineConfig) -> Executor:
         block_size=config.block_size or 16,
         eos_token_ids=model.eos_token_ids,
     )
-    grammars = Grammars.of_model(
-        Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format
+    grammars = Grammars(
+        GrammarCompiler(Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format)
     )
     grammars.load_tokenizer()
     table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)

@@ -45,7 +45,7 @@ from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.engine.step.model_input import ModelInput
@@ -144,8 +144,13 @@ class _FallbackLoading:
 
     def _grammars(self) -> GrammarTable:
         settings = self._settings
-        grammars = Grammars.of_model(
-            self._model_dir, settings.vocab_size, settings.eos_token_ids, self._config.load_format
+        grammars = Grammars(
+            GrammarCompiler(
+                self._model_dir,
+                settings.vocab_size,
+                settings.eos_token_ids,
+                self._config.load_format,
+            )
         )
         grammars.load_tokenizer()
         return GrammarTable(grammars, self._config.scheduler.max_num_seqs, settings.vocab_size)

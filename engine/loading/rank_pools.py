@@ -16,7 +16,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.ranks.layout import RankLayout
-from penstock.engine.ranks.shared_memory import memory_of
+from penstock.engine.ranks.shared_memory import shared_memory
 
 # The memory is of one start alone, so there is nothing that it could be taken for.
 _IDENTITY = bytes(32)
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 def rank_pools(layout: RankLayout) -> tuple[int, ...]:
     """Descriptors for the ranks after the first, to be closed once all have them."""
-    return tuple(memory_of(0) for _ in range(1, layout.size))
+    return tuple(shared_memory(0) for _ in range(1, layout.size))
 
 
 def pool_memory(pools: Sequence[int], rank: int) -> KVMemory | None:

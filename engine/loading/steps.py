@@ -27,7 +27,7 @@ from penstock.engine.models.lora.weights import RankPart
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.source import Empty
 from penstock.engine.process.phases import Phases
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.model_info import ModelInfo, QuantizationInfo
 
@@ -170,7 +170,9 @@ class Loading:
     def _grammars(self) -> GrammarTable:
         config, vocab_size = self._config, self._whole.vocab_size
         eos_token_ids = self._model.eos_token_ids
-        grammars = Grammars.of_model(self._model_dir, vocab_size, eos_token_ids, config.load_format)
+        grammars = Grammars(
+            GrammarCompiler(self._model_dir, vocab_size, eos_token_ids, config.load_format)
+        )
         if self._place.is_first:
             grammars.load_tokenizer()
         return GrammarTable(grammars, config.scheduler.max_num_seqs, vocab_size)

@@ -4,7 +4,8 @@ is for the message of a hang, since a GPU's collectives do not tell who is missi
 import mmap
 import os
 import struct
-from typing import NamedTuple
+
+from penstock.engine.ranks.group import Doing
 
 # step, phase. Shorter than a cache line, so that ranks do not disturb each other.
 _ENTRY = struct.Struct("<q48s")
@@ -13,16 +14,6 @@ _ENTRY_BYTES = 64
 _TIME = struct.Struct("<qd")
 _NUM_TIMES = 64
 _RANK_BYTES = _ENTRY_BYTES + _NUM_TIMES * _TIME.size
-
-
-class Place(NamedTuple):
-    """step: of the scheduler, 0 at the start."""
-
-    step: int
-    phase: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {self.phase}" if self.step else self.phase
 
 
 class Board:
@@ -37,9 +28,9 @@ class Board:
         entry = step, phase.encode("ascii", "replace")
         _ENTRY.pack_into(self._memory, rank * _RANK_BYTES, *entry)
 
-    def read(self, rank: int) -> Place:
+    def read(self, rank: int) -> Doing:
         step, phase = _ENTRY.unpack_from(self._memory, rank * _RANK_BYTES)
-        return Place(step, phase.rstrip(b"\0").decode("ascii", "replace") or "its start")
+        return Doing(step, phase.rstrip(b"\0").decode("ascii", "replace") or "its start")
 
     def record(self, rank: int, step: int, seconds: float) -> None:
         """How long it computed a step."""

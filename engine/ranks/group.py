@@ -37,7 +37,7 @@ class Group(Protocol):
 
     @property
     def doing(self) -> "Doing":
-        """What this rank does, for the message of a failure."""
+        """Tells where this rank is, for the message of a failure."""
         ...
 
     def all_reduce(self, tensor: "Tensor") -> None:
@@ -58,7 +58,7 @@ class Group(Protocol):
 
 @dataclass(slots=True)
 class Doing:
-    """What a rank does, for the message of a failure. step: of the scheduler."""
+    """Where a rank is, for the message of a failure. step: of the scheduler, 0 at the start."""
 
     step: int = 0
     phase: str = "its start"

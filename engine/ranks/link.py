@@ -15,7 +15,7 @@ _DONE, _ENDED = 0, 1  # see Outcome in links.cpp
 _SENT, _TAKEN = 0, 1  # see penstock_link_wait
 _NS = 10**9
 _PAGE = mmap.ALLOCATIONGRANULARITY
-# Of a message: its step, and the seconds that were computed for it.
+# A message begins with its step, and the seconds that were computed for it.
 _HEAD_BYTES = 64
 
 
@@ -32,7 +32,7 @@ class LinkSize:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, which takes none before it is written. Zeros at first."""
+        """The memory of a link, which takes none before it is written. Zeros at first."""
         return _PAGE + self.num_messages * self.slot_bytes
 
 
@@ -72,7 +72,7 @@ class Link:
         return self._message(shape, dtype)
 
     def send(self, step: int, computed_s: float) -> None:
-        """What was written to `room`. computed_s: by this stage and those before it."""
+        """Sends the message in `room`. computed_s: by this stage and those before it."""
         head = self._head()
         head[0], head[1] = step, computed_s
         self._count(_SENT)
@@ -86,7 +86,7 @@ class Link:
 
     @property
     def computed_s(self) -> float:
-        """Of the message that `receive` gave."""
+        """The seconds that the message of `receive` came with."""
         return float(self._head()[1])
 
     def taken(self) -> None:

@@ -37,51 +37,15 @@ class Membership:
         """descriptor: of memory of `membership_bytes`. link_size: of links between stages.
         timeout_s: for how long a rank waits for another."""
         doing = Doing()
-
-        def group(offset: int, members: range) -> SharedMemoryGroup:
-            return SharedMemoryGroup(
-                library,
-                descriptor,
-                members.index(rank),
-                len(members),
-                timeout_s=timeout_s,
-                offset=offset,
-                doing=doing,
-                layout=layout,
-                members=members,
-            )
-
-        def link(stage: int, other: int) -> Link:
-            """From this stage to the next."""
-            number = stage * layout.tensor_size + layout.tensor_rank_of(rank)
-            return Link(
-                library,
-                descriptor,
-                offset=_links_offset(library, layout) + number * link_size.num_bytes,
-                size=link_size,
-                doing=doing,
-                me=layout.name_of(rank),
-                other=(other, layout.name_of(other)),
-                timeout_s=timeout_s,
-            )
-
-        everyone = group(0, range(layout.size))
+        own = _Own(library, descriptor, layout, link_size, rank, timeout_s, doing)
+        everyone = own.group(0, range(layout.size))
         if layout.num_stages == 1:
             return cls(everyone, everyone, None)
-        stage, part = layout.stage_of(rank), layout.tensor_rank_of(rank)
-        tensor = None
-        if layout.tensor_size > 1:
-            first = layout.rank_of(stage, 0)
-            offset = _groups_offset(library, layout)
-            offset += stage * group_bytes(library, layout.tensor_size)
-            tensor = group(offset, range(first, first + layout.tensor_size))
-        before = after = None
-        if stage > 0:
-            before = link(stage - 1, layout.rank_of(stage - 1, part))
-        if stage < layout.num_stages - 1:
-            after = link(stage, layout.rank_of(stage + 1, part))
+        stage = layout.stage_of(rank)
+        before = own.link(stage - 1, stage - 1) if stage > 0 else None
+        after = own.link(stage, stage + 1) if stage < layout.num_stages - 1 else None
         pipeline = Pipeline(stage, layout.num_stages, everyone, doing, before, after)
-        return cls(everyone, tensor, pipeline)
+        return cls(everyone, own.tensor_group(stage), pipeline)
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on, for another rank."""
@@ -106,8 +70,59 @@ class Membership:
         return [link for link in links if link is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A rank's view of the memory. See `Membership.join`."""
+
+    library: ctypes.CDLL
+    descriptor: int
+    layout: RankLayout
+    link_size: LinkSize
+    rank: int
+    timeout_s: float
+    doing: Doing
+
+    def group(self, offset: int, members: range) -> SharedMemoryGroup:
+        return SharedMemoryGroup(
+            self.library,
+            self.descriptor,
+            members.index(self.rank),
+            len(members),
+            timeout_s=self.timeout_s,
+            offset=offset,
+            doing=self.doing,
+            layout=self.layout,
+            members=members,
+        )
+
+    def tensor_group(self, stage: int) -> SharedMemoryGroup | None:
+        size = self.layout.tensor_size
+        if size == 1:
+            return None
+        first = self.layout.rank_of(stage, 0)
+        offset = _groups_offset(self.library, self.layout)
+        offset += stage * group_bytes(self.library, size)
+        return self.group(offset, range(first, first + size))
+
+    def link(self, sender: int, other_stage: int) -> Link:
+        """From stage `sender` to the next; other_stage: that of the two which is not this one's."""
+        layout, part = self.layout, self.layout.tensor_rank_of(self.rank)
+        other = layout.rank_of(other_stage, part)
+        number = sender * layout.tensor_size + part
+        return Link(
+            self.library,
+            self.descriptor,
+            offset=_links_offset(self.library, layout) + number * self.link_size.num_bytes,
+            size=self.link_size,
+            doing=self.doing,
+            me=layout.name_of(self.rank),
+            other=(other, layout.name_of(other)),
+            timeout_s=self.timeout_s,
+        )
+
+
 def membership_bytes(library: ctypes.CDLL, layout: RankLayout, link_size: LinkSize) -> int:
-    """Of the memory in which the ranks of a layout meet."""
+    """The memory in which the ranks of a layout meet."""
     num_links = (layout.num_stages - 1) * layout.tensor_size
     return _links_offset(library, layout) + num_links * link_size.num_bytes
 
@@ -118,5 +133,5 @@ def _groups_offset(library: ctypes.CDLL, layout: RankLayout) -> int:
 
 def _links_offset(library: ctypes.CDLL, layout: RankLayout) -> int:
     has_groups = layout.num_stages > 1 and layout.tensor_size > 1
-    of_groups = group_bytes(library, layout.tensor_size) * layout.num_stages if has_groups else 0
-    return _groups_offset(library, layout) + of_groups
+    groups = group_bytes(library, layout.tensor_size) * layout.num_stages if has_groups else 0
+    return _groups_offset(library, layout) + groups

@@ -64,7 +64,7 @@ class Peers:
         return self.layout.name_of(self.rank)
 
     def _late(self) -> RankFailed:
-        """Of another rank the one that is behind all."""
+        """Names the one that is behind all others."""
         places = [self._board.read(rank) for rank in range(self.layout.size)]
         others = [rank for rank in range(self.layout.size) if rank != self.rank]
         rank = min(others, key=lambda each: places[each].step)

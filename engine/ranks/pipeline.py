@@ -55,7 +55,7 @@ class Pipeline:
         return states
 
     def taken(self) -> None:
-        """What was received has been read."""
+        """The states that were received have been read."""
         assert self.before is not None
         self.before.taken()
 
@@ -68,7 +68,7 @@ class Pipeline:
         return states
 
     def send(self) -> None:
-        """What was written to `room`."""
+        """Sends the states in `room`."""
         assert self.after is not None
         self.after.send(self._step, self.computed_s + self._own_s())
 

@@ -7,7 +7,7 @@ from torch._C._distributed_c10d import FileStore
 
 
 def rendezvous_memory() -> int:
-    """What the ranks meet in: a descriptor, which the other ranks must inherit."""
+    """A descriptor, which the other ranks must inherit."""
     return os.memfd_create("penstock-rendezvous")
 
 
@@ -31,7 +31,7 @@ class Rendezvous:
         self.store.set(_key(rank, number), " ".join(map(str, values)))
 
     def told(self, number: int) -> list[list[int]] | None:
-        """What each rank told in it; None as long as one has not."""
+        """The numbers that each rank told in it; None as long as one has not."""
         keys = [_key(rank, number) for rank in range(self.size)]
         if not self.store.check(keys):
             return None

@@ -19,21 +19,17 @@ _NS = 10**9
 _PAGE = mmap.ALLOCATIONGRANULARITY
 
 
-def shared_memory(library: ctypes.CDLL, size: int) -> int:
-    """Memory for a group of so many ranks: a descriptor, which the other ranks must inherit. It has
-    no name in a file system, and is gone when the last of them has ended. Raises OSError."""
-    return memory_of(group_bytes(library, size))
-
-
-def memory_of(num_bytes: int) -> int:
-    """As `shared_memory`, of a size; zeros, which take no memory before they are written."""
+def shared_memory(num_bytes: int) -> int:
+    """A descriptor, which the other ranks must inherit. The memory has no name in a file system,
+    and is gone when the last of them has ended; zeros take none of it before they are written.
+    Raises OSError."""
     descriptor = os.memfd_create("penstock-ranks")
     os.ftruncate(descriptor, num_bytes)
     return descriptor
 
 
 def group_bytes(library: ctypes.CDLL, size: int) -> int:
-    """Of the memory of a group of so many ranks: whole pages."""
+    """The memory of a group of so many ranks: whole pages."""
     library.penstock_ranks_bytes.restype = ctypes.c_int64
     num_bytes: int = library.penstock_ranks_bytes(ctypes.c_int64(size))
     return -(-num_bytes // _PAGE) * _PAGE

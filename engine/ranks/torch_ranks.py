@@ -107,14 +107,14 @@ class TorchRanks:
         self._peers.at(step, phase)
 
     def least(self, numbers: list[int]) -> list[int]:
-        """Of each number the least that any rank has. The host waits for all, not the device."""
+        """The least of each number that any rank has. The host waits for all, not the device."""
         number, self._num_told = self._num_told, self._num_told + 1
         self._rendezvous.tell(self.rank, number, numbers)
         began_s = time.monotonic()
-        while (of_all := self._rendezvous.told(number)) is None:
+        while (told := self._rendezvous.told(number)) is None:
             self._peers.check(began_s)
             time.sleep(_LOOK_S)
-        return [min(each) for each in zip(*of_all, strict=True)]
+        return [min(each) for each in zip(*told, strict=True)]
 
     def wait_for(self, event: Event) -> None:
         """Until the device has passed it. Raises RankFailed, also where the device waits for
@@ -126,8 +126,8 @@ class TorchRanks:
         self._board.record(self.rank, step, seconds)
 
     def mean_computed_s(self, step: int, own_s: float) -> float:
-        """Of all stages, how long one took for a step. own_s: this rank's. One that has not told it
-        yet, a matter of microseconds, counts as in the step before."""
+        """How long a stage took for a step, of all stages. own_s: this rank's. One that has not
+        told it yet, a matter of microseconds, counts as in the step before."""
         layout = self.layout
         ranks = [layout.rank_of(stage, 0) for stage in range(layout.num_stages)]
         total_s = 0.0
@@ -176,9 +176,9 @@ class TorchRanks:
                     before = group
         # From the first stage to the last: a rank hears of the stage before and then tells the
         # next, so that none waits in a circle.
-        for of_stage in (tensor, before, after):
-            if of_stage is not None:
-                _warm_up(of_stage, self._device)
+        for each in (tensor, before, after):
+            if each is not None:
+                _warm_up(each, self._device)
         return tensor, DevicePipeline(self._peers, before, after)
 
     def _new_group(self, members: Sequence[int]) -> TorchGroup | None:

@@ -16,7 +16,6 @@ import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,8 @@ class GrammarCompiler:
     ) -> None:
         """vocab_size: the model's, which may exceed the tokenizer's. Reads no files yet."""
         self.eos_token_ids = eos_token_ids
-        self._load = partial(load_tokenizer, directory, vocab_size, eos_token_ids, load_format)
+        self._directory, self._vocab_size = directory, vocab_size
+        self._load_format = load_format
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ class GrammarCompiler:
 
     def _checked(self, grammar: str) -> LLMatcher:
         with self._lock:  # other threads wait for the tokenizer too
-            self._tokenizer = self._tokenizer or self._load()
+            self._tokenizer = self._tokenizer or self._read_tokenizer()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some grammars fail only here: those that allow no text at all, or too much at once.
@@ -85,6 +85,21 @@ class GrammarCompiler:
         if matcher.is_error():
             raise BadGrammar(_first_line(matcher.get_error()))
         return matcher
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        """Takes 1 s with a vocabulary of 150,000. Raises BadGrammar."""
+        directory, size, ends = self._directory, self._vocab_size, self.eos_token_ids
+        path, in_gguf = directory / "tokenizer.json", is_gguf(directory)
+        is_dummy = needs_dummy_tokenizer(directory, self._load_format)
+        if not (path.is_file() or is_dummy or in_gguf) or not ends:
+            missing = "tokenizer.json" if ends else "end-of-sequence token"
+            raise BadGrammar(f"this model has no {missing}, which structured output needs")
+        if is_dummy:
+            text = dummy_tokenizer(size).to_str()
+        else:
+            spec = read_tokenizer(directory) if in_gguf else path.read_text(encoding="utf-8")
+            text = _with_special_markers(spec)
+        return LLTokenizer(text, n_vocab=size, eos_token=list(ends))
 
 
 class _Cached(NamedTuple):
@@ -102,17 +117,6 @@ class Grammars:
         self._compiled: OrderedDict[str, _Cached] = OrderedDict()
         self._num_bytes = 0
         self._pool = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="grammar")
-
-    @classmethod
-    def of_model(
-        cls,
-        directory: Path,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        load_format: LoadFormat = LoadFormat.AUTO,
-    ) -> "Grammars":
-        """See `GrammarCompiler`."""
-        return cls(GrammarCompiler(directory, vocab_size, eos_token_ids, load_format))
 
     def load_tokenizer(self) -> None:
         """Before there are streams: no other thread runs meanwhile."""
@@ -146,26 +150,6 @@ class Grammars:
             return self._pool.submit(self._compiler.compile, grammar)
         finally:
             threading.stack_size(previous)
-
-
-def load_tokenizer(
-    directory: Path,
-    vocab_size: int,
-    eos_token_ids: tuple[int, ...],
-    load_format: LoadFormat = LoadFormat.AUTO,
-) -> LLTokenizer:
-    """Takes 1 s with a vocabulary of 150,000. Raises BadGrammar."""
-    path = directory / "tokenizer.json"
-    is_dummy, in_gguf = needs_dummy_tokenizer(directory, load_format), is_gguf(directory)
-    if not (path.is_file() or is_dummy or in_gguf) or not eos_token_ids:
-        missing = "tokenizer.json" if eos_token_ids else "end-of-sequence token"
-        raise BadGrammar(f"this model has no {missing}, which structured output needs")
-    if is_dummy:
-        text = dummy_tokenizer(vocab_size).to_str()
-    else:
-        spec = read_tokenizer(directory) if in_gguf else path.read_text(encoding="utf-8")
-        text = _with_special_markers(spec)
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
 
 
 def _with_special_markers(tokenizer: str) -> str:

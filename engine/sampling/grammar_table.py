@@ -110,7 +110,7 @@ class GrammarTable:
         return slot in self._constraints and self._constraints[slot].matcher.is_stopped()
 
     def constraints(self, slots: Iterable[int]) -> list[Constraint | None]:
-        """Of the sequences that have these slots now."""
+        """Those of the sequences that have these slots now."""
         return [self._constraints.get(slot) for slot in slots]
 
     def advance(

@@ -98,8 +98,8 @@ class PromptReader:
         """states: of the parts' rows. Returns the outputs of the prompts that end, None for one
         that is not valid."""
         outputs = []
-        of_parts = torch.split(states, [part.end - part.start for part in parts])
-        for part, part_states in zip(parts, of_parts, strict=True):
+        split = torch.split(states, [part.end - part.start for part in parts])
+        for part, part_states in zip(parts, split, strict=True):
             gathered = part.gathered
             self._take(part, part_states, token_table)
             if part.end == gathered.num_tokens:

@@ -63,7 +63,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class _Plan(NamedTuple):
-    """What a row needs besides an argmax. Rows with the same plan are sampled together."""
+    """A row's needs besides an argmax. Rows with the same plan are sampled together."""
 
     draws: bool
     biased: bool
@@ -337,7 +337,7 @@ class Sampler:
         return is_valid
 
     def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
-        """Of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
+        """Those of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
         device."""
         report: list[TokenLogprobs | None] = [None] * len(slots)
         requesting = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
@@ -501,12 +501,12 @@ def mixed_seed(seed: int) -> int:
     return z
 
 
-def failed_rows(token_ids: list[int], of_grammars: frozenset[int]) -> dict[int, FinishReason]:
+def failed_rows(token_ids: list[int], by_grammar: frozenset[int]) -> dict[int, FinishReason]:
     """The rows whose sequences cannot continue, and why.
 
-    of_grammars: what `GrammarTable.advance` returned for them.
+    by_grammar: what `GrammarTable.advance` returned for them.
     """
-    failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
+    failed = dict.fromkeys(by_grammar, FinishReason.ERROR)
     if min(token_ids, default=0) < 0:
         for row, token_id in enumerate(token_ids):
             if token_id == INVALID_ID:

@@ -23,7 +23,7 @@ from penstock.engine.models.decoder.model import Model
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.membership import Membership, membership_bytes
-from penstock.engine.ranks.shared_memory import memory_of
+from penstock.engine.ranks.shared_memory import shared_memory
 from penstock.engine.step.model_input import ModelInput
 from tests.support.executors import cpu_executor
 
@@ -31,7 +31,7 @@ from tests.support.executors import cpu_executor
 def memberships(config: EngineConfig) -> list[Membership]:
     """One for each rank that the config asks for."""
     library, layout = load_ranks_library(), layout_of(config)
-    memory = memory_of(membership_bytes(library, layout, link_size(config)))
+    memory = shared_memory(membership_bytes(library, layout, link_size(config)))
     made = [join(config, memory, rank) for rank in range(layout.size)]
     os.close(memory)
     for each in made:

@@ -30,7 +30,7 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.weights import RandomWeights
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
@@ -100,7 +100,7 @@ class SmallModel:
         with two_layers(tiny) as directory:
             self.config = ModelConfig.from_dir(directory)
             vocab_size, ends = self.config.vocab_size, self.config.eos_token_ids
-            grammars = Grammars.of_model(directory, vocab_size, ends, LoadFormat.DUMMY)
+            grammars = Grammars(GrammarCompiler(directory, vocab_size, ends, LoadFormat.DUMMY))
         with torch.inference_mode():
             self.llama = self._load()
             self.executor = self._build(grammars, graphs, chunk_graphs)

@@ -24,7 +24,7 @@ from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.config import SchedulerConfig
@@ -86,7 +86,7 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
     )
     windows = config.attention_windows(BLOCK_SIZE)
     attention = PagedAttention(windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32)
-    grammars = Grammars.of_model(STORIES, config.vocab_size, config.eos_token_ids)
+    grammars = Grammars(GrammarCompiler(STORIES, config.vocab_size, config.eos_token_ids))
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS),
         pool,

@@ -28,7 +28,7 @@ from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.weights import Checkpoint
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
@@ -116,7 +116,7 @@ def _executor(
         slots = AdapterSlots(config, lora.max_loras, lora.max_rank, dtype, DEVICE)
         cpu = torch.device("cpu")
         adapters = Adapters(lora, config, dtype, cpu, MAX_SEQS, make=slots.put, drop=slots.free)
-    grammars = Grammars.of_model(path, config.vocab_size, config.eos_token_ids)
+    grammars = Grammars(GrammarCompiler(path, config.vocab_size, config.eos_token_ids))
     return CudaExecutor(
         FusedModel(llama, pool, attention, MAX_SEQS, slots),
         pool,

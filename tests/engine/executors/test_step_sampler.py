@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.executors.cuda.step_sampler import StepSampler
 from penstock.engine.kernels.sample.sampler import Mode
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
 from tests.support.grammars import prepare
@@ -40,7 +40,9 @@ class Step:
     """The sequences of these slots have said SAID after PROMPT, and sample once more."""
 
     def __init__(self, slots: tuple[int, ...]) -> None:
-        grammars = GrammarTable(Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS), 8, VOCAB_SIZE)
+        grammars = GrammarTable(
+            Grammars(GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, EOS)), 8, VOCAB_SIZE
+        )
         self.sampler = StepSampler(8, VOCAB_SIZE, DEVICE, grammars)
         tokens = torch.zeros(9, 16, dtype=torch.int32, device=DEVICE)
         for slot in slots:
@@ -83,7 +85,7 @@ def test_a_grammar_a_bad_word_and_a_greedy_row_are_obeyed(together: Step) -> Non
     ids = together.ids.tolist()
     assert ids[0] == together.logits[0].argmax().item()
     assert 11 != ids[5] == together.logits[5].index_fill(0, torch.tensor(11), -1e9).argmax().item()
-    grammars = Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)
+    grammars = Grammars(GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, EOS))
     grammar = SAMPLINGS[4].grammar
     assert grammar and grammars.compile(grammar).result().deep_copy().consume_token(ids[4])
 

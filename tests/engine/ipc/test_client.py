@@ -38,6 +38,8 @@ def config(**changes: object) -> EngineConfig:
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
     engine = EngineClient(config())
+    with pytest.raises(EngineFailed, match="still loading"):
+        _ = engine.info
     await engine.start()
     yield engine
     await engine.close()

@@ -16,7 +16,7 @@ from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
+from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes, shared_memory
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.support.paths import ROOT
 
@@ -29,7 +29,7 @@ def members(
     of the group; or gloo, for one of `TorchRanks`, in so many stages."""
     memory = [rendezvous_memory(), board_memory(size)]
     if backend == "shm":
-        memory = [shared_memory(load_ranks_library(), size)]
+        memory = [shared_memory(group_bytes(load_ranks_library(), size))]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engine.ranks.members", function, backend,

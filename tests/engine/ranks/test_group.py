@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Group, RankFailed
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, shared_memory
+from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes, shared_memory
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.engine.ranks.members import members, outputs
 
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_ends_in_one_sentence_of_who_and_where() -> None:
 
 
 def test_a_rank_that_has_ended_is_waited_for_no_longer() -> None:
-    descriptor = shared_memory(load_ranks_library(), 2)
+    descriptor = shared_memory(group_bytes(load_ranks_library(), 2))
     group = SharedMemoryGroup(load_ranks_library(), descriptor, 0, 2, timeout_s=60.0)
     os.close(descriptor)
     group.end(1)

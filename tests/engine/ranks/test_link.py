@@ -12,7 +12,7 @@ import torch
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Doing, RankFailed
 from penstock.engine.ranks.link import Link, LinkSize
-from penstock.engine.ranks.shared_memory import memory_of
+from penstock.engine.ranks.shared_memory import shared_memory
 from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -23,7 +23,7 @@ SIZE = LinkSize(num_messages=2, message_bytes=5000)
 
 @pytest.fixture
 def sides() -> Iterator[tuple[Link, Link]]:
-    library, memory = load_ranks_library(), memory_of(OFFSET + SIZE.num_bytes)
+    library, memory = load_ranks_library(), shared_memory(OFFSET + SIZE.num_bytes)
     doing = Doing(step=7, phase="waiting for stage 0")
 
     def side(me: str, other: tuple[int, str]) -> Link:

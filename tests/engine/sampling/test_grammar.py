@@ -13,7 +13,7 @@ from penstock.engine.errors import BadGrammar
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.loop import EngineLoop
 from penstock.engine.messages import Abort, FromEngine, Refused, StepReport, Submit
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
@@ -36,7 +36,7 @@ AB = LLMatcher.grammar_from_regex("[ab]{1,3}")
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)
+    return Grammars(GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, EOS))
 
 
 def table_with(
@@ -93,7 +93,7 @@ def test_masks_from_several_threads_are_the_same(
 
 def test_the_cache_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.sampling.grammar._MAX_CACHED_BYTES", 10_000)
-    cache = Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, EOS)
+    cache = Grammars(GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, EOS))
     futures = [cache.compile(f'start: "{i}"', 3000) for i in range(9)]
     assert cache.num_cached == 3
     assert cache.compile('start: "8"', 3000) is futures[8]
@@ -149,7 +149,7 @@ def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
 
 
 def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
-    larger = Grammars.of_model(DEMO_MODEL, 2_500, EOS)
+    larger = Grammars(GrammarCompiler(DEMO_MODEL, 2_500, EOS))
     sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
     table = GrammarTable(larger, 4, 2_500)
     prepare(table, sampling)
@@ -159,14 +159,14 @@ def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
 
 def test_a_model_without_an_end_or_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
     for broken in (
-        Grammars.of_model(DEMO_MODEL, VOCAB_SIZE, ()),
-        Grammars.of_model(tmp_path, 9, EOS),
+        Grammars(GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, ())),
+        Grammars(GrammarCompiler(tmp_path, 9, EOS)),
     ):
         with pytest.raises(BadGrammar, match="structured output needs"):
             broken.compile(AB).result()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadGrammar):
-        Grammars.of_model(tmp_path, 9, EOS).compile(AB).result()
+        Grammars(GrammarCompiler(tmp_path, 9, EOS)).compile(AB).result()
 
 
 def test_only_the_latest_grammars_are_cached(grammars: Grammars) -> None:
@@ -247,7 +247,7 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles() -> None:
 
 def test_a_tokenizer_that_is_loaded_is_not_read_for_the_first_grammar(tmp_path: Path) -> None:
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
-    grammars = Grammars.of_model(tmp_path, VOCAB_SIZE, EOS)
+    grammars = Grammars(GrammarCompiler(tmp_path, VOCAB_SIZE, EOS))
     grammars.load_tokenizer()
     (tmp_path / "tokenizer.json").unlink()
     assert not grammars.compile(LLMatcher.grammar_from_regex("a")).result().is_error()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher
 
-from penstock.engine.sampling.grammar import Grammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.server.structured.constraint import json_schema_grammar
 from penstock.server.structured.json_schema import Unenforceable, enforceable
 from tests.support.paths import DEMO_MODEL
@@ -113,7 +113,7 @@ REWRITTEN: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars.of_model(DEMO_MODEL, 2048, (2, 0))
+    return Grammars(GrammarCompiler(DEMO_MODEL, 2048, (2, 0)))
 
 
 def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
