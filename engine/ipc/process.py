@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -112,11 +111,8 @@ def serve(
     assert not (executor.journals and executor.runs_ahead), executor
     if executor.tier is not None:
         at_end.append(executor.tier.flush)
-    events = publisher = None
-    if config.kv_events is not None:
-        events = KVEvents(info.block_size)
-        windows = [group.window for group in info.kv_groups if isinstance(group, KVGroup)]
-        publisher = KVEventPublisher(config.kv_events, windows, info.block_size)
+    events = None if config.kv_events is None else KVEvents(info.block_size)
+    send = pipe.send if events is None else _publishing(pipe.send, config, info, events)
     scheduler = Scheduler(
         config.scheduler,
         groups=info.kv_groups,
@@ -134,21 +130,22 @@ def serve(
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info, adapters))
-    send = pipe.send
-    if events is not None and publisher is not None:
-        send = partial(_send_and_publish, pipe.send, events, publisher)
     EngineLoop(scheduler, executor, pipe, send, step_model=step_model).run()
 
 
-def _send_and_publish(
-    send: Callable[[FromEngine], None],
-    events: KVEvents,
-    publisher: KVEventPublisher,
-    message: FromEngine,
-) -> None:
-    """Events of a step go out with its report."""
-    send(message)
-    publisher.publish(events.take())
+def _publishing(
+    send: Callable[[FromEngine], None], config: EngineConfig, info: ModelInfo, events: KVEvents
+) -> Callable[[FromEngine], None]:
+    """`send` with the events of a step beside its report."""
+    assert config.kv_events is not None
+    windows = [group.window for group in info.kv_groups if isinstance(group, KVGroup)]
+    publisher = KVEventPublisher(config.kv_events, windows, info.block_size)
+
+    def send_and_publish(message: FromEngine) -> None:
+        send(message)
+        publisher.publish(events.take())
+
+    return send_and_publish
 
 
 def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: ModelInfo) -> None:

@@ -133,6 +133,15 @@ def _shrink(
     tl.store(target, total, mask=is_row[:, None] & is_rank[None, :])
 
 
+@triton.jit
+def _sum_of_splits(source, mask, splits, width):
+    total = tl.zeros(mask.shape, tl.float32)
+    for _ in range(splits):
+        total += tl.load(source, mask=mask, other=0.0)
+        source += width
+    return total
+
+
 @triton.jit(do_not_specialize=_COUNTS[1:], do_not_specialize_on_alignment=[*_UNALIGNED, "scales"])
 def _expand(
     parts, up, ranks, scales, bands, order, slots, firsts, counts, out, outputs, out_stride,
@@ -163,11 +172,8 @@ def _expand(
         rank = start + tl.arange(0, RANKS)
         is_rank = rank < num_ranks
         mask = is_row[:, None] & is_rank[None, :]
-        reduced = tl.zeros((ROWS, RANKS), tl.float32)
         source = parts + part[:, None] + rank[None, :]
-        for _ in range(splits):
-            reduced += tl.load(source, mask=mask, other=0.0)
-            source += width
+        reduced = _sum_of_splits(source, mask, splits, width)
         source = up + (slot * MAX_RANK + rank)[:, None] * outputs + output[None, :]
         w = tl.load(source, mask=is_rank[:, None] & is_output[None, :], other=0.0)
         total = tl.dot(reduced.to(w.dtype), w, total, input_precision="ieee")

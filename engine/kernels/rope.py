@@ -119,6 +119,33 @@ def _store_pairs(rows, row, first, second, left, right, mask, HEAD_DIM: tl.const
     tl.store(target + second[None, :], right, mask=mask)
 
 
+@triton.jit
+def _store_keys_and_values(
+    slot, kv_head, first, second, is_there, left, right, value_left, value_right, keys, values,
+    key_scales, value_scales,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Stores a token's heads that are. kv_head: below 0 those of queries, then of keys, then of
+    values."""
+    is_key = is_there & (kv_head >= 0)[:, None] & (kv_head < NUM_KV_HEADS)[:, None]
+    is_value = is_there & (kv_head >= NUM_KV_HEADS)[:, None]
+    if key_scales is not None:
+        codes: tl.constexpr = keys.dtype.element_ty
+        # A head is a key or a value; for a query nothing of this is used.
+        left = tl.where(is_value, value_left, left).to(tl.float32)
+        right = tl.where(is_value, value_right, right).to(tl.float32)
+        left, right, scale = _coded(left, right, codes)
+        _store_scales(key_scales, slot, kv_head, scale, NUM_KV_HEADS, BLOCK_SIZE)
+        kv_value = kv_head - NUM_KV_HEADS
+        _store_scales(value_scales, slot, kv_value, scale, NUM_KV_HEADS, BLOCK_SIZE)
+        value_left = left
+        value_right = right
+    row = slot * NUM_KV_HEADS + kv_head
+    _store_pairs(keys, row, first, second, left, right, is_key, HEAD_DIM)
+    row -= NUM_KV_HEADS
+    _store_pairs(values, row, first, second, value_left, value_right, is_value, HEAD_DIM)
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # see `_gather_chunks`
 def _rotate_and_store(
     qkv, positions, kv_slots, cos, sin, query_norm, key_norm, keys, values, key_scales,
@@ -166,24 +193,8 @@ def _rotate_and_store(
     mask = is_there & is_query
     _store_pairs(query, token * NUM_HEADS + head, first, second, left, right, mask, HEAD_DIM)
     if KV_PARTS > 0:
-        slot = tl.load(kv_slots + token)
-        kv_head = head - NUM_HEADS
-        is_key = is_there & (kv_head >= 0)[:, None] & (kv_head < NUM_KV_HEADS)[:, None]
-        is_value = is_there & (kv_head >= NUM_KV_HEADS)[:, None]
-        value_left = value_left.to(kind)
-        value_right = value_right.to(kind)
-        if key_scales is not None:
-            codes: tl.constexpr = keys.dtype.element_ty
-            # A head is a key or a value; for a query nothing of this is used.
-            left = tl.where(is_value, value_left, left).to(tl.float32)
-            right = tl.where(is_value, value_right, right).to(tl.float32)
-            left, right, scale = _coded(left, right, codes)
-            _store_scales(key_scales, slot, kv_head, scale, NUM_KV_HEADS, BLOCK_SIZE)
-            kv_value = kv_head - NUM_KV_HEADS
-            _store_scales(value_scales, slot, kv_value, scale, NUM_KV_HEADS, BLOCK_SIZE)
-            value_left = left
-            value_right = right
-        row = slot * NUM_KV_HEADS + kv_head
-        _store_pairs(keys, row, first, second, left, right, is_key, HEAD_DIM)
-        row -= NUM_KV_HEADS
-        _store_pairs(values, row, first, second, value_left, value_right, is_value, HEAD_DIM)
+        _store_keys_and_values(
+            tl.load(kv_slots + token), head - NUM_HEADS, first, second, is_there, left, right,
+            value_left.to(kind), value_right.to(kind), keys, values, key_scales, value_scales,
+            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
+        )  # fmt: skip

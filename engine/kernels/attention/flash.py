@@ -77,14 +77,11 @@ class FlashAttention:
         sinks: Tensor | None = None,
     ) -> None:
         # `make_attention` refuses a cache in 8 bits, and sinks.
-        assert sinks is None
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        assert sinks is None and isinstance(keys, Tensor) and isinstance(values, Tensor)
         num, chunks = step.num_decodes, self._chunks[step.group]
-        options: dict[str, Any] = {
-            "causal": True,
-            # How many keys before and after its own a query sees.
-            "window_size": (-1, -1) if window is None else (window - 1, 0),
-        }
+        # How many keys before and after its own a query sees.
+        window_size = (-1, -1) if window is None else (window - 1, 0)
+        options: dict[str, Any] = {"causal": True, "window_size": window_size}
         if num:
             mixed = self._decode(
                 query[:num].unsqueeze(1),

@@ -172,15 +172,12 @@ class KVPools:
         shapes = [
             KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
         ]
-        sizes = list(zip(shapes, num_blocks, strict=True))
-        maps: Sequence[MappedPool | None] = [None] * len(sizes)
+        maps: Sequence[MappedPool | None] = [None] * len(shapes)
         if memory is not None:
-            tensors = [_shapes(shape, num, block_size, dtype) for shape, num in sizes]
-            blocks = [list(map(_block_bytes, each)) for each in tensors]
-            maps = memory.map(list(zip(num_blocks, blocks, strict=True)))
+            maps = _mapped(memory, shapes, num_blocks, block_size, dtype)
         self.groups = [
             KVPool(shape, num, block_size, dtype, device, each)
-            for (shape, num), each in zip(sizes, maps, strict=True)
+            for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
         ]
         # In the order in which the scheduler has them.
         self.all_groups: list[KVPool | StatePool] = [*self.groups]
@@ -335,6 +332,19 @@ def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -
             scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
             shapes += [(scales, torch.float32)] * 2
     return shapes
+
+
+def _mapped(
+    memory: KVMemory,
+    shapes: Sequence[KVShape],
+    num_blocks: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+) -> list[MappedPool]:
+    sizes = zip(shapes, num_blocks, strict=True)
+    tensors = [_shapes(shape, num, block_size, dtype) for shape, num in sizes]
+    blocks = [list(map(_block_bytes, each)) for each in tensors]
+    return memory.map(list(zip(num_blocks, blocks, strict=True)))
 
 
 def _block_bytes(tensor: _Shape) -> tuple[int, int]:

@@ -85,6 +85,27 @@ def _dot(a, b, IS_EXACT: tl.constexpr):
     return tl.dot(a, b)
 
 
+@triton.jit
+def _inverse(below, row, column, LEVELS: tl.constexpr, IS_EXACT: tl.constexpr):
+    """The inverse of I plus a matrix of which only what is below the diagonal is read.
+
+    From inverses of the blocks on the diagonal, of 1 row at first, come those of twice the size:
+    the inverse of [[a, 0], [c, b]] is [[1/a, 0], [-1/b c 1/a, 1/b]], and the lower left of all
+    blocks is a product of whole matrices. Powers of A, which would need as few products, grow far
+    beyond the inverse where keys repeat themselves, and cancel each other badly.
+    """
+    PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32x3"
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(
+        (row % 2 == 1) & (column == row - 1), below, 0.0
+    )
+    for level in range(1, LEVELS):  # of blocks of 2 ** level rows
+        block = row >> level
+        part = tl.where((block % 2 == 1) & (column >> level == block - 1), below, 0.0)
+        part = tl.dot(inverse, part, input_precision=PRECISION)
+        inverse -= tl.dot(part, inverse, input_precision=PRECISION)
+    return inverse
+
+
 @triton.jit(do_not_specialize_on_alignment=["counts", "chunks", "tiles"])
 def _invert_tiles(
     mixed, gates, decay, bias, counts, chunks, tiles, inverses,
@@ -92,16 +113,9 @@ def _invert_tiles(
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
     IS_EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of I + A, of tiles and one value head.
-
-    From inverses of the blocks on the diagonal, of 1 row at first, come those of twice the size:
-    the inverse of [[a, 0], [c, b]] is [[1/a, 0], [-1/b c 1/a, 1/b]], and the lower left of all
-    blocks is a product of whole matrices. Powers of A, which would need as few products, grow far
-    beyond the inverse where keys repeat themselves, and cancel each other badly.
-    """
+    """The inverse of I + A, of tiles and one value head."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    PRECISION: tl.constexpr = "ieee" if IS_EXACT else "tf32x3"
     head = tl.program_id(1)
     i = tl.arange(0, TILE)
     key = tl.arange(0, KEYS)
@@ -121,16 +135,27 @@ def _invert_tiles(
         # Above the diagonal it might be infinite.
         decayed = tl.exp(tl.where(column < row, sums[:, None] - sums[None, :], float("-inf")))
         below = _dot(k, tl.trans(k), IS_EXACT) * decayed * beta[:, None]
-        inverse = tl.where(row == column, 1.0, 0.0) - tl.where(
-            (row % 2 == 1) & (column == row - 1), below, 0.0
-        )
-        for level in range(1, LEVELS):  # of blocks of 2 ** level rows
-            block = row >> level
-            part = tl.where((block % 2 == 1) & (column >> level == block - 1), below, 0.0)
-            part = tl.dot(inverse, part, input_precision=PRECISION)
-            inverse -= tl.dot(part, inverse, input_precision=PRECISION)
+        inverse = _inverse(below, row, column, LEVELS, IS_EXACT)
         target = inverses + (tile * VALUE_HEADS + head.to(tl.int64)) * (TILE * TILE)
         tl.store(target + row * TILE + column, inverse.to(inverses.dtype.element_ty))
+
+
+@triton.jit
+def _scanned(q, k, v, inverse, matrix, g, beta, i, kind: tl.constexpr, IS_EXACT: tl.constexpr):
+    """A tile's o, and its head's state after it. matrix: the state before it. i: the tokens."""
+    sums = tl.cumsum(g, 0)
+    last = tl.sum(g, 0)
+    rounded = matrix.to(kind)
+    grown = tl.exp(sums)[:, None]
+    known = _dot(k, rounded, IS_EXACT) * grown
+    added = (v.to(tl.float32) - known) * beta[:, None]
+    added = _dot(inverse, added.to(kind), IS_EXACT)
+    is_before = i[None, :] <= i[:, None]
+    decayed = tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
+    weights = _dot(q, tl.trans(k), IS_EXACT) * decayed
+    o = _dot(q, rounded, IS_EXACT) * grown + _dot(weights.to(kind), added.to(kind), IS_EXACT)
+    added *= tl.exp(last - sums)[:, None]
+    return o, matrix * tl.exp(last) + _dot(tl.trans(k), added.to(kind), IS_EXACT)
 
 
 @triton.jit(
@@ -147,7 +172,7 @@ def _scan_chunks(
     """Chunks, one value head, some columns of its state. Writes o, before norm and gate."""
     wait_for_kernels_before(PDL)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    kind = mixed.dtype.element_ty
+    kind: tl.constexpr = mixed.dtype.element_ty
     head = tl.program_id(1)
     i = tl.arange(0, TILE)
     key = tl.arange(0, KEYS)
@@ -175,31 +200,13 @@ def _scan_chunks(
             first_value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
             mask = is_token[:, None] & is_value[None, :]
             v = tl.load(source + first_value + value[None, :], mask=mask, other=0.0)
-            inverse = tl.load(
-                inverses
-                + (tile * VALUE_HEADS + head.to(tl.int64)) * (TILE * TILE)
-                + i[:, None] * TILE
-                + i[None, :]
-            )
+            square = inverses + (tile * VALUE_HEADS + head.to(tl.int64)) * (TILE * TILE)
+            inverse = tl.load(square + i[:, None] * TILE + i[None, :])
             g, beta = gates_of(gates, decay, bias, token, head, is_token, VALUE_HEADS)
-            sums = tl.cumsum(g, 0)
-            last = tl.sum(g, 0)
-            rounded = matrix.to(kind)
-            grown = tl.exp(sums)[:, None]
-            known = _dot(k, rounded, IS_EXACT) * grown
-            added = (v.to(tl.float32) - known) * beta[:, None]
-            added = _dot(inverse, added.to(kind), IS_EXACT)
-            is_before = i[None, :] <= i[:, None]
-            decayed = tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
-            weights = _dot(q, tl.trans(k), IS_EXACT) * decayed
-            o = _dot(q, rounded, IS_EXACT) * grown + _dot(
-                weights.to(kind), added.to(kind), IS_EXACT
-            )
+            o, matrix = _scanned(q, k, v, inverse, matrix, g, beta, i, kind, IS_EXACT)
             target = out + token.to(tl.int64)[:, None] * (VALUE_HEADS * VALUE_DIM)
             target = target + head * VALUE_DIM + value[None, :]
             tl.store(target, o.to(out.dtype.element_ty), mask=mask)
-            added *= tl.exp(last - sums)[:, None]
-            matrix = matrix * tl.exp(last) + _dot(tl.trans(k), added.to(kind), IS_EXACT)
             snapshot = tl.load(tiles + tile * 4 + 3).to(tl.int64)
             if snapshot >= 0:
                 tl.store(matrices + snapshot * STATE + place, matrix, mask=is_there)

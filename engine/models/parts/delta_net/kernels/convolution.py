@@ -150,19 +150,13 @@ def _convolve_tiles(
             total = tl.zeros((TOKENS, DIMS), tl.float32)
             for tap in tl.static_range(TAPS):
                 source = token - (TAPS - 1 - tap)
-                is_new = (source >= begin)[:, None]
-                x = tl.load(
-                    projected + source.to(tl.int64)[:, None] * ROW + channel[None, :],
-                    mask=is_there & is_new,
-                    other=0.0,
-                ).to(tl.float32)
+                place = projected + source.to(tl.int64)[:, None] * ROW + channel[None, :]
+                mask = is_there & (source >= begin)[:, None]
+                x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
                 if tap < TAPS - 1:
                     entry = state * (TAPS - 1) + (source - begin + TAPS - 1)
-                    x += tl.load(
-                        inputs + entry[:, None] * CHANNELS + channel[None, :],
-                        mask=is_there & (source < old_end)[:, None],
-                        other=0.0,
-                    )
+                    place = inputs + entry[:, None] * CHANNELS + channel[None, :]
+                    x += tl.load(place, mask=is_there & (source < old_end)[:, None], other=0.0)
                 weight = tl.load(taps + tap * CHANNELS + channel, mask=is_channel, other=0.0)
                 total += x * weight[None, :]
             total = silu(total)

@@ -81,6 +81,19 @@ def _sizes(tiles: Tiles, columns: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _activated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr, IS_GELU: tl.constexpr):
+    if IS_CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        active = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    elif IS_GELU:
+        active = gelu(gate) * up
+    else:
+        active = silu(gate) * up
+    return active
+
+
+@triton.jit
 def _gate_up(
     x, weight, bias, order, experts, firsts, counts, out, columns, size, alpha, limit,
     EACH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CLAMPED: tl.constexpr, IS_GELU: tl.constexpr,
@@ -114,14 +127,7 @@ def _gate_up(
     if HAS_BIAS:
         gate += tl.load(bias + gate_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + up_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    if IS_CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        active = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    elif IS_GELU:
-        active = gelu(gate) * up
-    else:
-        active = silu(gate) * up
+    active = _activated(gate, up, alpha, limit, IS_CLAMPED, IS_GELU)
     target = out + place.to(tl.int64)[:, None] * size + output[None, :]
     tl.store(target, active.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
