@@ -8,6 +8,8 @@ Attributes follow OpenTelemetry's semantic conventions for generative AI.
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.scheduler.errors import InvalidConfig
@@ -74,11 +76,13 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         end_s = time.monotonic()
+        # One offset for all: between readings of the two clocks this thread may have to wait.
+        wall_ns = partial(_wall_ns, time.time_ns() - time.monotonic_ns())
         span = self._tracer.start_span(
             f"{request.operation} {model_name}",
             TraceContextTextMapPropagator().extract(headers),
             SpanKind.SERVER,
-            start_time=_wall_ns(request.arrival_s),
+            start_time=wall_ns(request.arrival_s),
         )
         if span.is_recording():
             span.set_attributes(_attributes(request, model_name))
@@ -86,8 +90,8 @@ class Tracer:
                 span.set_attribute("penstock.request_id", http_id)
             if request.outcome == "failed":
                 span.set_status(Status(StatusCode.ERROR))
-            self._record_phases(request, end_s, set_span_in_context(span))
-        span.end(_wall_ns(end_s))
+            self._record_phases(request, end_s, wall_ns, set_span_in_context(span))
+        span.end(wall_ns(end_s))
 
     def close(self) -> None:
         """Sends the remaining spans, waiting for at most _CLOSE_TIMEOUT_S."""
@@ -95,7 +99,13 @@ class Tracer:
         sending.start()
         sending.join(_CLOSE_TIMEOUT_S)
 
-    def _record_phases(self, request: EndedRequest, end_s: float, context: Any) -> None:
+    def _record_phases(
+        self,
+        request: EndedRequest,
+        end_s: float,
+        wall_ns: Callable[[float], int],
+        context: Any,
+    ) -> None:
         """Each phase ends where the next begins, and the last one with the last token, or the
         request if there was none."""
         phases = [("queue", request.arrival_s)]
@@ -106,8 +116,8 @@ class Tracer:
         last_s = request.last_token_s if request.last_token_s is not None else end_s
         ends_s = [*(start_s for _, start_s in phases[1:]), last_s]
         for (name, start_s), phase_end_s in zip(phases, ends_s, strict=True):
-            span: Span = self._tracer.start_span(name, context, start_time=_wall_ns(start_s))
-            span.end(_wall_ns(phase_end_s))
+            span: Span = self._tracer.start_span(name, context, start_time=wall_ns(start_s))
+            span.end(wall_ns(phase_end_s))
 
 
 class RequestTrace:
@@ -153,9 +163,9 @@ def _attributes(request: EndedRequest, model_name: str) -> dict[str, Any]:
     return attributes
 
 
-def _wall_ns(monotonic_s: float) -> int:
-    """A time of time.monotonic() as Unix time."""
-    return time.time_ns() - time.monotonic_ns() + round(monotonic_s * 1e9)
+def _wall_ns(offset_ns: int, monotonic_s: float) -> int:
+    """Returns a time of time.monotonic() as Unix time, offset_ns later."""
+    return offset_ns + round(monotonic_s * 1e9)
 
 
 def _not_installed() -> InvalidConfig:

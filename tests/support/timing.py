@@ -1,27 +1,43 @@
-"""Tests that compare times, on machines that do other work too."""
+"""Bounds for tests that compare times, on machines that do other work too."""
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec
+import threading
+import time
+from types import TracebackType
 
-_P = ParamSpec("_P")
-_ATTEMPTS = 5
+_NAP_S = 0.001
 
 
-def retried_when_disturbed(test: Callable[_P, None]) -> Callable[_P, None]:
-    """Runs a test of times again while it fails, five times in all.
+class Disturbance:
+    """Measures how long the machine keeps a thread that is due from running.
 
-    Other work on the machine delays some of the runs; a fault in the code fails all of them. So the
-    bounds can be near enough to see a fault.
+    A test that compares times adds `tolerance_s` to its bounds: on a quiet machine they are near
+    enough to see a fault, and on a busy one they widen by what it was seen to withhold.
     """
 
-    @functools.wraps(test)
-    def retried(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return test(*args, **kwargs)
-            except AssertionError:
-                continue
-        return test(*args, **kwargs)
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    return retried
+    def __enter__(self) -> "Disturbance":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+    def tolerance_s(self, quiet_s: float) -> float:
+        """quiet_s where nothing else ran; each step of what is measured may wait its turn else."""
+        return quiet_s + 4 * self.longest_s
+
+    def _watch(self) -> None:
+        while not self._has_ended.is_set():
+            began_s = time.perf_counter()
+            time.sleep(_NAP_S)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began_s - _NAP_S)

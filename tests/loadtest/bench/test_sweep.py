@@ -23,7 +23,7 @@ from penstock.loadtest.report import plots
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 from tests.support.sharegpt import ANSWER, sharegpt
-from tests.support.timing import retried_when_disturbed
+from tests.support.timing import Disturbance
 
 STEP_MS = 20.0
 FEW = ["--num-prompts", "4", "--random-input-len", "4", "--random-output-len", "5"]
@@ -95,38 +95,41 @@ def printed_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return summary
 
 
-@retried_when_disturbed
 def test_a_paced_server_has_the_tpot_of_its_steps(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(url, "--num-prompts", "8", "--max-concurrency", "4", "--json") == 0
+    with Disturbance() as disturbance:
+        assert bench(url, "--num-prompts", "8", "--max-concurrency", "4", "--json") == 0
     summary = printed_json(capsys)
-    assert summary["median_tpot_ms"] == pytest.approx(STEP_MS, rel=0.1)
+    withheld_ms = disturbance.tolerance_s(0.0) * 1e3
+    assert STEP_MS * 0.9 < summary["median_tpot_ms"] < STEP_MS * 1.1 + withheld_ms
     # A request waits for the step that runs, then for its own.
-    assert STEP_MS * 0.5 < summary["median_ttft_ms"] < STEP_MS * 4
+    assert STEP_MS * 0.5 < summary["median_ttft_ms"] < STEP_MS * 4 + withheld_ms
     expected_ms = summary["mean_ttft_ms"] + 9 * summary["mean_tpot_ms"]
     assert summary["mean_e2el_ms"] == pytest.approx(expected_ms, rel=0.01)
     assert summary["total_output_tokens"] == 80
 
 
 @pytest.mark.slow
-@retried_when_disturbed
 def test_a_sweep_finds_the_rate_that_the_servers_concurrency_allows(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """4 places, each held for 10 steps of 20 ms or a little more: 20 requests a second at most."""
     report = tmp_path / "sweep.html"
-    status = bench(
-        url,
-        *("--sweep", "--sweep-seconds", "0.3", "--sweep-precision", "0.5", "--burstiness", "50"),
-        *("--request-rate", "10", "--goodput", "ttft:150", "--sweep-goodput-ratio", "0.8"),
-        *("--report", str(report), "--save-result", "--result-dir", str(tmp_path)),
-    )
+    with Disturbance() as disturbance:
+        status = bench(
+            url,
+            *("--sweep", "--sweep-seconds", "0.3", "--sweep-precision", "0.5"),
+            *("--request-rate", "10", "--goodput", "ttft:150", "--sweep-goodput-ratio", "0.8"),
+            *("--report", str(report), "--save-result", "--result-dir", str(tmp_path)),
+            *("--burstiness", "50"),
+        )
     printed = capsys.readouterr().out
     (saved,) = tmp_path.glob("*.json")
     summary = json.loads(saved.read_text())
     assert status == 0
-    assert 5 <= summary["max_request_rate"] <= 30
+    # A server that is kept from running for long misses its target at lower rates too.
+    assert (5 if disturbance.longest_s < 0.02 else 0.3) <= summary["max_request_rate"] <= 30
     assert summary["missed_request_rate"] <= summary["max_request_rate"] * 1.5 + 1e-9
     assert f"the highest rate that meets the SLO is {summary['max_request_rate']:.2f}" in printed
     assert "Time to First Token against throughput" in report.read_text()

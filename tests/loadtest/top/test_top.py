@@ -18,9 +18,9 @@ from penstock.loadtest.top.view import ASCII, MINUTE_S, View, draw, text
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server, wait_until
 from tests.support.terminal import Terminal, plain
-from tests.support.timing import retried_when_disturbed
 
 LATENCY = "time_to_first_token_seconds"
+STEP_S = 0.002
 
 
 def metrics(scale: int) -> str:
@@ -142,7 +142,7 @@ def test_an_unreachable_server_is_shown_with_the_reason_and_for_how_long() -> No
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with running_server("--scripted-step-ms", "2") as running:
+    with running_server("--scripted-step-ms", str(STEP_S * 1e3)) as running:
         yield running
 
 
@@ -198,15 +198,20 @@ def load(server: RunningServer, num_streams: int = 4) -> Iterator[None]:
             thread.join()
 
 
-@retried_when_disturbed
 def test_once_under_load_agrees_with_the_counters(server: RunningServer) -> None:
     with load(server):
-        begun_s, before = time.monotonic(), server.metric("generated_tokens_total")
+        began_s, before = time.monotonic(), server.metric("generated_tokens_total")
         printed = once(server.url, "--interval", "0.5")
-        rate = (server.metric("generated_tokens_total") - before) / (time.monotonic() - begun_s)
+        num_tokens = server.metric("generated_tokens_total") - before
+        elapsed_s = time.monotonic() - began_s
     found = re.search(r"output +([\d,.]+)", printed.stdout)
-    assert found and float(found[1].replace(",", "")) == pytest.approx(rate, rel=0.5)
-    assert rate > 100
+    assert found
+    rate = float(found[1].replace(",", ""))
+    # Of the tokens that were generated meanwhile, none came faster than the steps' pace, outside of
+    # the half second either; so the machine's other work moves no bound.
+    fastest = 4 / STEP_S
+    assert num_tokens - fastest * (elapsed_s - 0.5) <= rate * 0.5 * 1.1
+    assert 0 < rate * 0.5 <= num_tokens * 1.1
 
 
 def test_an_api_key_is_required_and_accepted(locked: RunningServer) -> None:

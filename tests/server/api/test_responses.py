@@ -20,7 +20,6 @@ from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
-from tests.support.timing import retried_when_disturbed
 
 PATH = "/v1/responses"
 DEMO_TOKENIZER = ROOT / "engine" / "demo_model" / "tokenizer.json"
@@ -289,19 +288,22 @@ def test_a_response_takes_the_place_of_an_earlier_one_of_its_id() -> None:
         assert (len(store), store.get("", "r").num_bytes) == (1, store.num_bytes)
 
 
-@retried_when_disturbed
 def test_to_make_room_among_many_keys_takes_time_in_proportion_to_them() -> None:
     """Anybody may invent keys where none is required, one for each response."""
-    times_s = []
-    for count in (128, 2048):
+
+    def least_time_s(count: int) -> float:
         store = ResponseStore(max_count=count, max_bytes=1 << 30)
         for i in range(count):
             store.put(f"key {i}", "r", stored(1))
-        began_s = time.thread_time()
-        for i in range(8):
-            store.put(f"other key {i}", "r", stored(1))
-        times_s.append(time.thread_time() - began_s)
-    assert times_s[1] < 64 * times_s[0]
+        times_s = []
+        for turn in range(10):
+            began_s = time.thread_time()
+            for i in range(8):
+                store.put(f"other key {turn} {i}", "r", stored(1))
+            times_s.append(time.thread_time() - began_s)
+        return min(times_s)
+
+    assert least_time_s(2048) < 64 * least_time_s(128)
 
 
 def test_input_tokens_are_counted_without_an_answer(
