@@ -25,7 +25,7 @@ from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart
 from penstock.engine.models.parts.adapter import Adapter
-from penstock.engine.models.parts.source import Empty
+from penstock.engine.models.parts.reader import Empty
 from penstock.engine.process.phases import Phases
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable

@@ -20,7 +20,7 @@ from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.lora.projections import max_adapter_bytes
-from penstock.engine.models.parts.source import Empty, WeightSource
+from penstock.engine.models.parts.reader import Empty, WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from penstock.engine.process.phases import Phases
 

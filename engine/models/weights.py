@@ -17,7 +17,7 @@ from penstock.engine.models.division.cut import Cut
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.linear import StoredLinear
-from penstock.engine.models.parts.source import Empty
+from penstock.engine.models.parts.reader import Empty
 from penstock.engine.models.quantization.config import QuantizationConfig
 from penstock.engine.models.quantization.schemes import divided
 from penstock.engine.models.readers.layer import read_layer

@@ -26,8 +26,7 @@ from penstock.engine.models.parts.embedding.layer import embed
 from penstock.engine.models.parts.head.layer import scaled_logits
 from penstock.engine.models.parts.norm.layer import rms_norm
 from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
-from penstock.engine.models.parts.reader import PartReader
-from penstock.engine.models.parts.source import WeightSource
+from penstock.engine.models.parts.reader import PartReader, WeightSource
 from penstock.engine.step.model_input import ModelInput
 
 # More take longer than the rounding itself: each weight is multiplied by each token in both models.

@@ -32,7 +32,7 @@ from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION
-from penstock.engine.models.parts.source import WeightSource
+from penstock.engine.models.parts.reader import WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from penstock.engine.process.phases import Phases
 from penstock.engine.step.model_info import QuantizationInfo

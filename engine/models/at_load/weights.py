@@ -9,7 +9,7 @@ from penstock.engine.models.at_load.rounding import Codes
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.kept import AsStored, Kept
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.parts.source import WeightSource
+from penstock.engine.models.parts.reader import WeightSource
 
 CodesOf = Callable[[Part], Codes]
 

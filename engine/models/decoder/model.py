@@ -38,9 +38,7 @@ from penstock.engine.models.parts.per_layer_inputs.layer import (
     PerLayerInputLayer,
     PerLayerInputsTable,
 )
-from penstock.engine.models.parts.reader import PartReader
-from penstock.engine.models.parts.source import WeightSource
-from penstock.engine.models.parts.sums import summed
+from penstock.engine.models.parts.reader import PartReader, WeightSource, summed
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.step.model_input import ModelInput

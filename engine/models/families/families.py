@@ -21,7 +21,6 @@ from penstock.engine.models.families.outline import (
     one_rope,
 )
 from penstock.engine.models.families.unsupported import unsupported_family
-from penstock.engine.models.parts.activation import Activation
 from penstock.engine.models.parts.attention.config import HeadNorms
 from penstock.engine.models.parts.attention.rope import RopeSettings
 from penstock.engine.models.parts.attention.windows import (
@@ -38,6 +37,7 @@ from penstock.engine.models.parts.attention.windows import (
 )
 from penstock.engine.models.parts.delta_net.config import read_delta_net
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, read_experts
+from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.norm.config import NormKind
 
 # ---- Qwen ---------------------------------------------------------------------------------------

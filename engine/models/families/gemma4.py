@@ -13,7 +13,6 @@ from penstock.engine.files.json_file import Fields, shown_json
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families.outline import Design, Head, Ropes
-from penstock.engine.models.parts.activation import Activation
 from penstock.engine.models.parts.attention.config import HeadNorms
 from penstock.engine.models.parts.attention.rope import RopeSettings
 from penstock.engine.models.parts.attention.windows import (
@@ -25,6 +24,7 @@ from penstock.engine.models.parts.attention.windows import (
 )
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
 from penstock.engine.models.parts.layer import Layer
+from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
 

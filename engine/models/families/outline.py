@@ -7,14 +7,13 @@ from typing import Any
 
 from penstock.engine.files.json_file import Fields, is_number
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.parts.activation import Activation
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings
 from penstock.engine.models.parts.attention.windows import Windows, no_window
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts
 from penstock.engine.models.parts.layer import Layer
-from penstock.engine.models.parts.mlp.config import MLP
+from penstock.engine.models.parts.mlp.config import MLP, Activation
 from penstock.engine.models.parts.norm.config import NormKind, Norms, Scalar
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput, PerLayerInputs
 

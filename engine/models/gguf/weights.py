@@ -25,7 +25,7 @@ from penstock.engine.models.gguf import blocks
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
-from penstock.engine.models.parts.source import Empty
+from penstock.engine.models.parts.reader import Empty
 from penstock.engine.models.quantization.schemes import KeptBytes
 
 logger = logging.getLogger(__name__)

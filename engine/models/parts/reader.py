@@ -1,11 +1,36 @@
-"""`PartReader`: reads the tensors that a part declares."""
+"""`PartReader` reads the tensors that a part declares from a `WeightSource`."""
 
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.parts.norm.config import NormKind
-from penstock.engine.models.parts.source import WeightSource
 from penstock.engine.models.parts.tensors import LinearSpec, VectorSpec
+from penstock.engine.ranks.group import Group
+
+# Allocates the memory that a weight is read into, on the device and in the type of its choice.
+Empty = Callable[[tuple[int, ...]], Tensor]
+
+
+class WeightSource(Protocol):
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
+        ...
+
+    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+        """One of which a step reads few rows: in the type that it is stored in, and where there is
+        a file, mapped from it."""
+        ...
+
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
+        """The linear layer of these, in a format of its own; None where the weights are plain.
+
+        shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
+        """
+        ...
 
 
 class PartReader:
@@ -51,3 +76,12 @@ class PartReader:
     def final_norm(self, spec: VectorSpec) -> Tensor:
         weight = self.vector(spec)
         return weight.float() + self.norm_kind.offset if self.norm_kind.is_wide else weight
+
+
+def summed(group: Group | None, tensor: Tensor) -> Tensor:
+    """The sum of what all ranks have; in float32, where that of a type is not known to a group."""
+    if group is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype is torch.float16 else tensor
+    group.all_reduce(wide)
+    return wide.to(tensor.dtype)

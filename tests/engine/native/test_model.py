@@ -15,7 +15,7 @@ import torch
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightFormat
-from penstock.engine.models.parts.activation import Activation
+from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.native.features import check_features
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel

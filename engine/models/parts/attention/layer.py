@@ -10,8 +10,7 @@ from penstock.engine.models.parts.adapter import adapted
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rotary import Angles, rotate
 from penstock.engine.models.parts.norm.layer import normed, unit_norm
-from penstock.engine.models.parts.reader import PartReader
-from penstock.engine.models.parts.sums import summed
+from penstock.engine.models.parts.reader import PartReader, summed
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.ranks.group import Group
 from penstock.engine.step.model_input import ModelInput

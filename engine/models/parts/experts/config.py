@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.engine.files.json_file import Fields
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.parts.activation import SILU, Activation
+from penstock.engine.models.parts.mlp.config import SILU, Activation
 from penstock.engine.models.parts.tensors import (
     Axis,
     LinearSpec,

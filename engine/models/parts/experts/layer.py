@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import Linear, tensor_bytes
-from penstock.engine.models.parts.activation import SILU, Activation
-from penstock.engine.models.parts.activation_layer import gated
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.mlp.config import SILU, Activation
+from penstock.engine.models.parts.mlp.layer import gated
 from penstock.engine.models.parts.norm.layer import rms_norm
-from penstock.engine.models.parts.reader import PartReader
-from penstock.engine.models.parts.sums import summed
+from penstock.engine.models.parts.reader import PartReader, summed
 from penstock.engine.ranks.group import Group
 
 

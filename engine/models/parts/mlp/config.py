@@ -1,9 +1,8 @@
-"""`MLP`: what config.json says of a layer's MLP. Imports no tensors."""
+"""`MLP`, and the `Activation` of it and of experts. Imports no tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.engine.models.parts.activation import SILU, Activation
 from penstock.engine.models.parts.tensors import (
     Axis,
     LinearSpec,
@@ -12,6 +11,18 @@ from penstock.engine.models.parts.tensors import (
     VectorSpec,
     differences,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """clamp: (alpha, limit) of gpt-oss's, gate * sigmoid(alpha * gate) * (up + 1), of both clamped;
+    None for the function of the gate, times up."""
+
+    is_gelu: bool = False
+    clamp: tuple[float, float] | None = None
+
+
+SILU = Activation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

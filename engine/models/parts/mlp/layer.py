@@ -1,11 +1,12 @@
 """The gated MLP in torch."""
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.parts.activation_layer import gated
 from penstock.engine.models.parts.adapter import adapted
-from penstock.engine.models.parts.mlp.config import MLP
+from penstock.engine.models.parts.mlp.config import MLP, Activation
 from penstock.engine.models.parts.reader import PartReader
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.step.model_input import ModelInput
@@ -28,3 +29,18 @@ class MLPLayer:
         gate_up = adapted(self.gate_up, x, step.adapters, index, Stack.GATE_UP)
         active = gated(self.config.activation, *gate_up.chunk(2, dim=-1))
         return adapted(self.down, active, step.adapters, index, Stack.DOWN)
+
+
+def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """What a gate makes of the product beside it."""
+    if activation.clamp is not None:
+        return clamped_swiglu(gate, up, *activation.clamp)
+    if activation.is_gelu:
+        return functional.gelu(gate, approximate="tanh") * up
+    return functional.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss's activation of both."""
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
