@@ -1,4 +1,4 @@
-"""Sampling on the device against the CPU's sampler: which ids survive, and which one wins.
+"""Sampling on the device against simple references: which ids survive, and which one wins.
 
 Without a GPU, Triton's interpreter runs the kernels; it takes some 0.3 s a row that has filters.
 """
@@ -20,10 +20,11 @@ import triton.language as tl  # noqa: E402
 
 from penstock.engine.kernels.sample import rows as kernels  # noqa: E402
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode, can_fuse  # noqa: E402
-from penstock.engine.kernels.sample.words import WORDS  # noqa: E402
-from penstock.engine.sampling.sampler import INVALID_ID, Sampler, _repair, _Step  # noqa: E402
+from penstock.engine.kernels.sample.words import WORDS, encode  # noqa: E402
+from penstock.engine.sampling.sampler import INVALID_ID, Sampler  # noqa: E402
 from penstock.scheduler.types import SamplingParams  # noqa: E402
 from tests.support.kernels import LOGPROB_TOLERANCE  # noqa: E402
+from tests.support.sampling_reference import adjusted, survivors  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -80,52 +81,37 @@ def _store_noise(table, positions, noise, size, ROWS: tl.constexpr, SIZE: tl.con
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.arange(0, SIZE)
     key = kernels.row_key(table, tl.load(positions + row))
-    value = kernels._noise(key[:, None], token[None, :])
-    tl.store(noise + row[:, None] * size + token[None, :], value, mask=token[None, :] < size)
+    distance = tl.zeros((ROWS, SIZE), tl.float32)
+    times = -kernels.race_score(key[:, None], token[None, :], distance)
+    tl.store(noise + row[:, None] * size + token[None, :], times, mask=token[None, :] < size)
 
 
 def noise(seed: int, positions: Tensor, size: int) -> Tensor:
     """The exponential times at each of these positions of each id: (positions, size)."""
-    sampler = DeviceSampler(1, size, DEVICE)
-    sampler.assign(0, params(), seed, [], 0)
-    sampler.flush()
+    words, _ = encode(params(), seed, 0, size)
     out = torch.empty(len(positions), size, device=DEVICE)
     padded = triton.next_power_of_2(size)
     rows = min(len(positions), 2**12)
     _store_noise[(len(positions) // rows,)](
-        sampler._table, positions.int().to(DEVICE), out, size, ROWS=rows, SIZE=padded
+        int32(words), positions.int().to(DEVICE), out, size, ROWS=rows, SIZE=padded
     )
     return out.cpu()
 
 
 def distance(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """How far below the best each id is, in units of the temperature: float32, as on the device."""
-    x = _repair(logits.float()[None].clone())[0]
+    x = logits.float()
     return (x.max() - x) * torch.tensor(1.0 / sampling.temperature)
-
-
-def cpu_survivors(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """(V,) bool, as the CPU's sampler filters."""
-    size = len(logits)
-    sampler = Sampler(1, size, CPU)
-    sampler.assign(0, sampling, 0)
-    plan = sampler._plans[0]
-    assert plan is not None
-    x, weights, kept = sampler._scratch(1)
-    x[0, :size] = logits.float()
-    slots = torch.zeros(1, dtype=torch.int64)
-    sampler._weigh(plan, x, slots, sampler._max_top_k[0], weights, kept)
-    survives: Tensor = weights[0, :size] > 0
-    return survives
 
 
 def assert_is_the_draw_from_survivors(
     logits: Tensor, samplings: list[SamplingParams], drawn: Drawn
 ) -> None:
-    """Every row (row i seeded by i, at position 5) against the CPU's filters and the noise."""
+    """Every row (row i seeded by i, at position 5) against simple filters and the noise."""
     for row, (x, sampling) in enumerate(zip(logits, samplings, strict=True)):
         z = distance(x, sampling)
-        expected = cpu_survivors(x, sampling)
+        expected = torch.zeros(len(x), dtype=torch.bool)
+        expected[list(survivors(x, sampling))] = True
         kept = z.view(torch.int32) <= drawn.limits[row]
         assert torch.equal(kept, expected), (sampling, int(kept.sum()), int(expected.sum()))
         times = noise(row, torch.tensor([5]), len(x))[0] * z.exp()
@@ -275,7 +261,7 @@ def test_an_id_depends_on_seed_and_position_alone() -> None:
         (5000, [{"top_k": 50, "top_p": 0.9, "min_p": 0.02}, {"top_p": 0.1}]),
     ],
 )  # fmt: skip
-def test_the_survivors_are_those_of_the_cpu(
+def test_the_survivors_are_those_of_simple_filters(
     vocab_size: int, options: list[dict[str, float]]
 ) -> None:
     samplings = [params(**option) for option in options]
@@ -318,7 +304,7 @@ def _store_adjusted(
     tl.store(out + row * size + token, x, mask=token < size)
 
 
-def test_adjusted_logits_are_the_cpus() -> None:
+def test_adjusted_logits_are_those_of_plain_python() -> None:
     size, num_prompt = 97, 4
     tokens = [5, 6, 7, 5, 8, 5, 9, 9, 9]
     samplings = [
@@ -335,22 +321,14 @@ def test_adjusted_logits_are_the_cpus() -> None:
     logits[1, 5], logits[2, 9], logits[1, 6] = math.nan, math.inf, -math.inf
     sampler = DeviceSampler(len(samplings), size, DEVICE)
     sampler.allow_adjustments()
-    expected = logits.clone()
-    table = torch.tensor(tokens)[None]
     for slot, sampling in enumerate(samplings):
         sampler.assign(slot, sampling, 0, tokens, num_prompt)
-        own = Sampler(1, size, CPU)
-        own.assign(0, sampling, 0)
-        x = expected[slot : slot + 1]
-        zero = torch.zeros(1, dtype=torch.int64)
-        step = _Step(x, [0], [len(tokens)], table, [num_prompt], zero, x)
-        plan = own._plans[0]
-        if plan and plan.biased:
-            own._add_bias(x, [0])
-        if plan and plan.penalised:
-            own._add_penalties(x, step, [0], zero)
-        if plan and plan.bans_tokens:
-            own._ban_tokens(x, step, [0])
+    expected = torch.tensor(
+        [
+            adjusted(x, tokens, num_prompt, sampling)
+            for x, sampling in zip(logits.tolist(), samplings, strict=True)
+        ]
+    )
     sampler.flush()
     slots, positions = int32(list(range(len(samplings)))), int32([len(tokens)] * len(samplings))
     out = torch.empty(logits.shape, device=DEVICE)
@@ -436,6 +414,16 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() ->
     assert drawn.logprobs[3] == pytest.approx(float(own[3]), abs=LOGPROB_TOLERANCE)
 
 
+def greedy(sampler: DeviceSampler, logits: Tensor, slot: int, position: int) -> int:
+    """The id of one row, sampled alone."""
+    ids = int32([-7])
+    sampler.sample(
+        logits[None].to(DEVICE), int32([slot]), int32([position]), ids,
+        torch.zeros(1, device=DEVICE), sampler.mode([slot]),
+    )  # fmt: skip
+    return int(ids)
+
+
 def test_a_slot_keeps_nothing_of_its_previous_request() -> None:
     sampler = DeviceSampler(2, 64, DEVICE)
     sampler.assign(1, params(top_k=3, frequency_penalty=1.0), 1, [1, 2], 1)
@@ -443,28 +431,35 @@ def test_a_slot_keeps_nothing_of_its_previous_request() -> None:
     assert sampler.mode([0]) is Mode.PLAIN and sampler.mode([0, 1]) is Mode.ADJUSTED
     sampler.assign(1, params(top_p=0.5), 1, [3], 1)
     assert sampler.mode([0, 1]) is Mode.FILTERED
-    sampler.assign(1, params(frequency_penalty=1.0), 1, [3, 4, 4], 1)
+    logits = torch.linspace(0.0, 0.63, 64)  # each id is the best once those above it are penalised
+    penalised = params(0.0, frequency_penalty=1.0)
+    sampler.assign(1, penalised, 1, [3, 63, 63], 1)
     sampler.flush()
-    assert sampler._seen is not None
-    assert {i: int(n) for i, n in enumerate(sampler._seen[1]) if n} == {3: 1, 4: 4}
+    assert greedy(sampler, logits, slot=1, position=3) == 62
+    sampler.assign(1, penalised, 1, [3, 61], 1)
+    sampler.flush()
+    assert greedy(sampler, logits, slot=1, position=2) == 63
     sampler.assign(1, params(0.0), 1, [3], 1)
     sampler.flush()
-    assert sampler.mode([0, 1]) is Mode.PLAIN and sampler._table[1, 0] == 0
+    assert sampler.mode([0, 1]) is Mode.PLAIN
+    assert [greedy(sampler, logits, slot=1, position=at) for at in (1, 2)] == [63, 63]
 
 
 def test_rows_that_pad_a_graph_are_greedy_and_affect_no_sequence() -> None:
     sampler = DeviceSampler(2, 64, DEVICE, max_rows=3)
-    sampler.assign(0, params(0.0, frequency_penalty=9.0), 1, [1], 1)
-    sampler.assign(1, params(0.0, frequency_penalty=9.0), 1, [1], 1)
+    for slot in (0, 1):
+        sampler.assign(slot, params(0.0, frequency_penalty=9.0), 1, [1], 1)
     sampler.flush()
-    ids, logits = int32([0] * 3), spread_logits(64).repeat(3, 1)
+    ids, logits = int32([0] * 3), spread_logits(64)
     sampler.sample(
-        logits.to(DEVICE), int32([0, 2, 2]), int32([1] * 3), ids,
+        logits.repeat(3, 1).to(DEVICE), int32([0, 2, 2]), int32([1] * 3), ids,
         torch.zeros(3, device=DEVICE), sampler.mode([0, 2]),
     )  # fmt: skip
-    assert ids.tolist() == [int(logits[0].argmax())] * 3
-    assert sampler._seen is not None
-    assert [int(row.sum()) for row in sampler._seen] == [3, 1, 0]
+    best, second = logits.topk(2).indices.tolist()
+    assert ids.tolist() == [best] * 3
+    assert greedy(sampler, logits, slot=0, position=2) == second  # its best has come once
+    assert greedy(sampler, logits, slot=1, position=1) == best
+    assert greedy(sampler, logits, slot=2, position=2) == best  # that of the rows that pad
 
 
 @pytest.mark.parametrize(

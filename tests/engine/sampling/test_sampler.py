@@ -21,6 +21,7 @@ from penstock.engine.sampling.sampler import (
 )
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
 from tests.support.kernels import LOGPROB_TOLERANCE
+from tests.support.sampling_reference import penalised, survivors
 
 CPU = torch.device("cpu")
 # 2 blocks and a remainder; less than a block; whole blocks; enough for two-level selection.
@@ -43,24 +44,6 @@ def draw(logits: Tensor, sampling: SamplingParams, num: int, seed: int = 0) -> l
     table = torch.zeros(1, num, dtype=torch.int64)
     ids, _ = sampler.sample(rows, [0] * num, list(range(num)), table, [0] * num)
     return ids.tolist()
-
-
-def survivors(logits: Tensor, sampling: SamplingParams) -> set[int]:
-    """Slow, simple filters: sort, walk down, and include ties with the last one kept."""
-    x = logits.double() / sampling.temperature
-    kept = set(range(len(x)))
-    if sampling.min_p > 0:
-        kept = {i for i in kept if x[i] >= x.max() + math.log(sampling.min_p)}
-    if 0 < sampling.top_k < len(x):
-        last = sorted(x.tolist(), reverse=True)[sampling.top_k - 1]
-        kept = {i for i in kept if x[i] >= last}
-    weights = {i: math.exp(float(x[i] - x.max())) for i in kept}
-    mass, total = 0.0, sum(weights.values())
-    for weight in sorted(weights.values(), reverse=True):
-        mass += weight
-        if mass >= sampling.top_p * total:
-            return {i for i in kept if weights[i] >= weight}
-    return kept
 
 
 def assert_fits(ids: list[int], probabilities: Tensor) -> None:
@@ -329,20 +312,6 @@ def test_no_uniform_draws_a_weight_of_0_or_overruns(uniform: float) -> None:
 
 
 # --- penalties and bias ---------------------------------------------------------------------------
-
-
-def penalised(
-    logits: list[float], tokens: list[int], prompt: int, sampling: SamplingParams
-) -> list[float]:
-    """As OpenAI and the CTRL paper define them, one token at a time."""
-    result = list(logits)
-    for token in set(tokens):
-        factor = sampling.repetition_penalty
-        result[token] = result[token] / factor if result[token] > 0 else result[token] * factor
-        count = tokens[prompt:].count(token)
-        result[token] -= count * sampling.frequency_penalty
-        result[token] -= sampling.presence_penalty if count else 0.0
-    return result
 
 
 penalties = st.builds(
