@@ -39,7 +39,7 @@ from penstock.engine.ipc.adapters import AdapterTable
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.streams import OutputStream
 from penstock.engine.ipc.supervisor import EndCause, EngineState
-from penstock.engine.messages import StepReport
+from penstock.engine.loop.messages import StepReport
 from penstock.engine.process.log_writer import flush_all as flush_logs
 from penstock.engine.process.logs import CLEAR_LINE, is_terminal, printable, say
 from penstock.engine.process.logs import configure as configure_logs

@@ -17,8 +17,7 @@ from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.memory.pool.kv_memory import make_descriptor
-from penstock.engine.messages import (
+from penstock.engine.loop.messages import (
     Abort,
     Accepted,
     AdapterLoaded,
@@ -27,6 +26,7 @@ from penstock.engine.messages import (
     Refused,
     StepReport,
 )
+from penstock.engine.memory.pool.kv_memory import make_descriptor
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import Policy

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.messages import Failed, FromEngine, FromLoop, OnWire, Ready
+from penstock.engine.loop.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 

@@ -7,8 +7,8 @@ from random import Random
 
 import msgspec
 
-from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.loop.loop import EngineLoop
+from penstock.engine.loop.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler

@@ -183,7 +183,7 @@ def _sizes_that_fit(
     """1 where one device is enough; else also the fewest that are, and twice as many, which may be
     faster by more than they cost. 1 stays, so that it is said why it is not enough."""
     # Not at the top: it imports torch, and a calibrated server does not need it.
-    from penstock.engine.planned_model import MACHINE_SIZES
+    from penstock.engine.sizing.planned_model import MACHINE_SIZES
 
     for size in MACHINE_SIZES:
         try:

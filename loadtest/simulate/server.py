@@ -102,8 +102,8 @@ def planned_server(
     from penstock.engine.loading.cpu_ranks import check_parallel
     from penstock.engine.memory.dtypes import TORCH_DTYPES
     from penstock.engine.models.config import ModelConfig
-    from penstock.engine.planned_model import planned_model
-    from penstock.engine.sizing import DEVICES, GB, Machine, Sizing
+    from penstock.engine.sizing.planned_model import planned_model
+    from penstock.engine.sizing.sizing import DEVICES, GB, Machine, Sizing
 
     memory_gb = memory_gb or dict(DEVICES).get(device)
     if memory_gb is None or memory_gb <= 0:

@@ -119,7 +119,7 @@ def _metric_row(family: Metric) -> tuple[str, ...]:
 
 def sizing() -> str:
     """How many sequences fit, of two models on two devices."""
-    from penstock.engine.sizing import example_table
+    from penstock.engine.sizing.sizing import example_table
 
     return example_table()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.engine.messages import ToEngine
+from penstock.engine.loop.messages import ToEngine
 
 
 class ListInbox:

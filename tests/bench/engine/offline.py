@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import FromLoop, StepReport, Submit, ToEngine
+from penstock.engine.loop.loop import EngineLoop
+from penstock.engine.loop.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
@@ -166,7 +166,7 @@ class Run:
         return seconds
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.Inbox`."""
+        """See `penstock.engine.loop.loop.Inbox`."""
         while self._commands:
             yield self._commands.popleft()
 

@@ -15,7 +15,7 @@ from importlib.resources import files
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.engine.messages import StepReport
+from penstock.engine.loop.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, Started

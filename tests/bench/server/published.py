@@ -25,8 +25,8 @@ from typing import Any
 from penstock.engine.config import Dtype, KVCacheDtype
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.planned_model import planned_model
-from penstock.engine.sizing import GB, Machine, Sizing
+from penstock.engine.sizing.planned_model import planned_model
+from penstock.engine.sizing.sizing import GB, Machine, Sizing
 from penstock.loadtest.report.report import Replay, percentile
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate

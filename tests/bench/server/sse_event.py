@@ -32,7 +32,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.messages import FromEngine, OnWire, StepReport, Submit
+from penstock.engine.loop.messages import FromEngine, OnWire, StepReport, Submit
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats

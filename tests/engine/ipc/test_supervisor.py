@@ -14,7 +14,7 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.messages import FromLoop, Refused, StepReport, Submit
+from penstock.engine.loop.messages import FromLoop, Refused, StepReport, Submit
 from penstock.engine.process.phases import LoadProgress
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Abort, FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.loop.loop import EngineLoop
+from penstock.engine.loop.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.executor import PendingTokens
 from penstock.engine.step.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
@@ -73,7 +73,7 @@ class Load:
         self._scheduler = scheduler
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.Inbox`."""
+        """See `penstock.engine.loop.loop.Inbox`."""
         commands, self._commands = self._commands, []
         return commands
 

@@ -10,15 +10,15 @@ import torch
 from penstock.engine.config import LoraConfig, Quantization
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.planned_model import planned_model
-from penstock.engine.sizing import (
+from penstock.engine.sizing.__main__ import main
+from penstock.engine.sizing.planned_model import planned_model
+from penstock.engine.sizing.sizing import (
     DEVICES,
     GB,
     OTHER_BYTES,
     Machine,
     Sizing,
     example_table,
-    main,
 )
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig

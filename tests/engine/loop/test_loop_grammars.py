@@ -7,8 +7,8 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop import EngineLoop
-from penstock.engine.messages import Abort, FromEngine, StepReport, Submit
+from penstock.engine.loop.loop import EngineLoop
+from penstock.engine.loop.messages import Abort, FromEngine, StepReport, Submit
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.scheduler.config import SchedulerConfig

@@ -14,7 +14,7 @@ from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
 from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits
 from penstock.engine.memory.pool.kv_pool import size_pool
 from penstock.engine.ranks.layout import RankLayout
-from penstock.engine.sizing import GB, Sizing
+from penstock.engine.sizing.sizing import GB, Sizing
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig

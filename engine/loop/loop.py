@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from penstock.engine.adapter_commands import AdapterCommands
-from penstock.engine.messages import (
+from penstock.engine.loop.adapter_commands import AdapterCommands
+from penstock.engine.loop.messages import (
     Abort,
     Accepted,
     FromLoop,

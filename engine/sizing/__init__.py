@@ -1,0 +1,1 @@
+"""What a model needs of devices that are not there: arithmetic alone."""
