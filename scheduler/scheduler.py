@@ -17,15 +17,15 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
 from penstock.scheduler.batch import Batch
 from penstock.scheduler.cache.journal import BlockJournal
-from penstock.scheduler.cache.kv_cache import KVCache
+from penstock.scheduler.cache.kv_cache import Admission, KVCache
 from penstock.scheduler.cache.kv_events import KVEvents
-from penstock.scheduler.cache.loads import NO_LOADS, Loads
+from penstock.scheduler.cache.loads import Loads
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
@@ -83,19 +83,13 @@ class Scheduler:
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
         groups = tuple(groups)
-        for group in groups:
-            if group.num_blocks < group.most_blocks(max_model_len, block_size):
-                raise InvalidConfig(
-                    f"the KV cache holds {group.num_blocks * block_size} tokens, fewer than one "
-                    f"sequence of --max-model-len {max_model_len} needs; lower --max-model-len or "
-                    "raise --kv-cache-memory-bytes"
-                )
+        _check_fits(groups, block_size, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
         self._targets = Targets(config, step_model, num_cohorts)
-        self._loads = NO_LOADS if tier is None else Loads(self._kv, tier, self._targets.compute_s)
+        self._loads = Loads(self._kv, tier, self._targets.compute_s)
         self._waiting = queue_for(config.policy)
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
         self._decoding: dict[Sequence, None] = {}
@@ -107,12 +101,8 @@ class Scheduler:
         self._in_flight: deque[tuple[int, Batch]] = deque()
         self._step = 0
         self._order = 0
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
-        self._prefix_stateless_tokens = 0
-        self._preemptions = 0
-        self._recomputed_tokens = 0
-        self._invalid_logits = 0
+        self._prefix_query_tokens = self._prefix_hit_tokens = self._prefix_stateless_tokens = 0
+        self._preemptions = self._recomputed_tokens = self._invalid_logits = 0
         self._started: list[Started] = []
         # Whether a prompt got no blocks for the next of its tokens, in the step being scheduled.
         self._is_short_of_blocks = False
@@ -203,40 +193,8 @@ class Scheduler:
         """Takes the results of the oldest step in flight; steps are updated in schedule order."""
         step, batch = self._in_flight.popleft()
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
-        block_size = self._kv.block_size
-        outputs = StepOutputs()
-        failures = batch.failures(sampled)
-        entries = sampled.logprobs or repeat(None, len(sampled.token_ids))
-        rows = zip(batch.sampling, sampled.token_ids, entries, strict=True)
-        # Looked up once: this loop is most of what a step costs.
-        finished = Status.FINISHED
-        add_request, add_index = outputs.request_ids.append, outputs.indices.append
-        add_token, add_num_cached = outputs.token_ids.append, outputs.num_cached_tokens.append
-        for sequence, token_id, entry in rows:
-            sequence.num_in_flight -= 1
-            if sequence.status is finished:
-                continue  # it ended while the step ran: a wasted row
-            if failures and sequence in failures:
-                outputs.add(self._finish(sequence, failures[sequence]))
-                continue
-            known = sequence.token_ids
-            known.append(token_id)
-            length = len(known)
-            if (length - 1) % block_size == 0 and sequence.is_running:
-                self._kv.cache_full_blocks(sequence)
-            finish = None
-            if token_id in sequence.stop_token_ids:
-                finish = self._end(sequence, FinishReason.STOP, token_id)
-            elif length == sequence.max_length:
-                finish = self._end(sequence, FinishReason.LENGTH, None)
-            if finish is not None or entry is not None:
-                logprobs = None if entry is None else [entry]
-                outputs.add(output_of(sequence, [token_id], logprobs, finish))
-                continue
-            add_request(sequence.request.id)
-            add_index(sequence.index)
-            add_token(token_id)
-            add_num_cached(sequence.num_cached_tokens)
+        outputs, failures = StepOutputs(), batch.failures(sampled)
+        self._append_tokens(batch, sampled, failures, outputs)
         self._waiting.charge_outputs(batch.sampling)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
@@ -255,7 +213,7 @@ class Scheduler:
 
     @property
     def running_ids(self) -> list[RequestId]:
-        """Of the requests that have a running sequence."""
+        """Returns those of the requests that have a running sequence."""
         running = (*self._decoding, *self._prefilling)
         return list(dict.fromkeys(sequence.request.id for sequence in running))
 
@@ -327,7 +285,7 @@ class Scheduler:
             self._targets.check(sequence, ahead, self.num_running, now - request.arrival_s)
 
     def _ahead_of(self, sequence: Sequence) -> Ahead:
-        """What a sequence that arrives finds."""
+        """Says what a sequence that arrives finds."""
         admission = self._kv.plan(sequence)
         num_cached = self._loads.num_within_reach(sequence, admission.num_computed)
         sequence.num_cached_at_arrival = num_cached
@@ -517,40 +475,25 @@ class Scheduler:
             return False
         self._waiting.pop()
         if sequence.first_scheduled_s is None:
-            if sequence.fork_parent is None and not sequence.needs_whole_prompt:
-                self._prefix_query_tokens += sequence.num_prompt_tokens
-                self._prefix_hit_tokens += admission.num_computed
-                self._prefix_stateless_tokens += admission.num_stateless
-            self._started.append(
-                Started(
-                    sequence.request.id,
-                    sequence.index,
-                    now,
-                    admission.num_computed,
-                    sequence.predicted_ttft_s,
-                )
-            )
-            self._waiting.charge_cached(sequence, admission.num_computed)
+            self._count_first_step(sequence, admission, now)
         self._loads.on_admission(sequence, admission.num_computed)
         batch.copies.extend(self._kv.admit(sequence, admission))
         sequence.admit(self._free_slots.pop(), admission.num_computed, now)
         self._waiting.on_run(sequence)
         self._targets.on_run(sequence)
         self._prefilling[sequence] = None
-        batch.assignments.append(
-            SlotAssignment(
-                slot=sequence.slot,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                block_ids=tuple(sequence.table.block_ids),
-                sampling=sequence.request.sampling,
-                seed=sequence.seed,
-                prompt_request=sequence.prompt_request,
-                adapter=sequence.request.adapter,
-                more_block_ids=tuple([tuple(each.block_ids) for each in sequence.tables[1:]]),
-            )
-        )
+        batch.assignments.append(_assignment(sequence))
         return True
+
+    def _count_first_step(self, sequence: Sequence, admission: Admission, now: float) -> None:
+        num_cached = admission.num_computed
+        if sequence.fork_parent is None and not sequence.needs_whole_prompt:
+            self._prefix_query_tokens += sequence.num_prompt_tokens
+            self._prefix_hit_tokens += num_cached
+            self._prefix_stateless_tokens += admission.num_stateless
+        started = sequence.request.id, sequence.index, now, num_cached, sequence.predicted_ttft_s
+        self._started.append(Started(*started))
+        self._waiting.charge_cached(sequence, num_cached)
 
     def _may_start_batch(self, now: float) -> bool:
         oldest = self._waiting.peek()
@@ -590,6 +533,49 @@ class Scheduler:
                 self._unready[parent.request.id].append(sample)
             else:
                 self._waiting.push(sample)
+
+    # What a step has sampled.
+
+    def _append_tokens(
+        self,
+        batch: Batch,
+        sampled: SampledTokens,
+        failures: Mapping[Sequence, FinishReason],
+        outputs: StepOutputs,
+    ) -> None:
+        """Gives each sampling row's sequence its token, or ends it."""
+        block_size = self._kv.block_size
+        entries = sampled.logprobs or repeat(None, len(sampled.token_ids))
+        rows = zip(batch.sampling, sampled.token_ids, entries, strict=True)
+        # Looked up once: this loop is most of what a step costs.
+        finished = Status.FINISHED
+        add_request, add_index = outputs.request_ids.append, outputs.indices.append
+        add_token, add_num_cached = outputs.token_ids.append, outputs.num_cached_tokens.append
+        for sequence, token_id, entry in rows:
+            sequence.num_in_flight -= 1
+            if sequence.status is finished:
+                continue  # it ended while the step ran: a wasted row
+            if failures and sequence in failures:
+                outputs.add(self._finish(sequence, failures[sequence]))
+                continue
+            known = sequence.token_ids
+            known.append(token_id)
+            length = len(known)
+            if (length - 1) % block_size == 0 and sequence.is_running:
+                self._kv.cache_full_blocks(sequence)
+            finish = None
+            if token_id in sequence.stop_token_ids:
+                finish = self._end(sequence, FinishReason.STOP, token_id)
+            elif length == sequence.max_length:
+                finish = self._end(sequence, FinishReason.LENGTH, None)
+            if finish is not None or entry is not None:
+                logprobs = None if entry is None else [entry]
+                outputs.add(output_of(sequence, [token_id], logprobs, finish))
+                continue
+            add_request(sequence.request.id)
+            add_index(sequence.index)
+            add_token(token_id)
+            add_num_cached(sequence.num_cached_tokens)
 
     # How a sequence leaves.
 
@@ -633,7 +619,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         self._targets.on_end(sequence, reason)
         self._waiting.close(sequence.request.tenant)
-        sequence.finish(reason)
+        sequence.finish()
         self._release_samples(sequence)
         sequence.fork_parent = None  # no chain of dead sequences
         siblings = self._requests[request_id]
@@ -659,6 +645,31 @@ class Scheduler:
         self._targets.on_leave(sequence)
         self._kv.release(sequence)
         self._free_slots.append(sequence.slot)
+
+
+def _check_fits(groups: Items[KVGroup | StateGroup], block_size: int, max_model_len: int) -> None:
+    for group in groups:
+        if group.num_blocks < group.most_blocks(max_model_len, block_size):
+            raise InvalidConfig(
+                f"the KV cache holds {group.num_blocks * block_size} tokens, fewer than one "
+                f"sequence of --max-model-len {max_model_len} needs; lower --max-model-len or "
+                "raise --kv-cache-memory-bytes"
+            )
+
+
+def _assignment(sequence: Sequence) -> SlotAssignment:
+    first, *more = [tuple(table.block_ids) for table in sequence.tables]
+    return SlotAssignment(
+        slot=sequence.slot,
+        token_ids=tuple(sequence.token_ids),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        block_ids=first,
+        sampling=sequence.request.sampling,
+        seed=sequence.seed,
+        prompt_request=sequence.prompt_request,
+        adapter=sequence.request.adapter,
+        more_block_ids=tuple(more),
+    )
 
 
 def _belongs_to_batch(sequence: Sequence) -> bool:

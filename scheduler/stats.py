@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 
 class GroupBlocks(NamedTuple):
@@ -45,13 +45,6 @@ class PlaceStats(NamedTuple):
     damaged_blocks_total: int = 0
     failed_writes_total: int = 0
 
-    def plus(self, **more: float) -> Self:
-        return self._replace(**{name: getattr(self, name) + num for name, num in more.items()})
-
-    def plus_counters(self, earlier: Self) -> Self:
-        """See `SchedulerStats`."""
-        return self.plus(**_counters(earlier))
-
 
 class TierStats(NamedTuple):
     """A tier below the pool. memory, disk: None where it has no such place.
@@ -70,19 +63,6 @@ class TierStats(NamedTuple):
     slower_total: int = 0
     unreadable_total: int = 0
     late_total: int = 0
-
-    def plus_counters(self, earlier: Self) -> Self:
-        """See `SchedulerStats`."""
-        more = {name: getattr(self, name) + num for name, num in _counters(earlier).items()}
-        for name in ("memory", "disk"):
-            place, before = getattr(self, name), getattr(earlier, name)
-            if before is not None:
-                more[name] = (place or PlaceStats()).plus_counters(before)
-        return self._replace(**more)
-
-
-def _counters(stats: PlaceStats | TierStats) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in stats._fields if name.endswith("_total")}
 
 
 class SchedulerStats(NamedTuple):
@@ -119,15 +99,29 @@ class SchedulerStats(NamedTuple):
         first = self.num_used_blocks / num_blocks if num_blocks else 0.0
         return max([first, *[group.usage for group in self.more_groups]])
 
-    def plus_counters(self, earlier: Self) -> Self:
+    def plus_counters(self, earlier: "SchedulerStats") -> "SchedulerStats":
         """With the counters of a scheduler that another engine had before."""
-        names = [name for name in self._fields if name.endswith("_total")]
-        tier = self.tier
-        if earlier.tier is not None:
-            tier = (tier or TierStats()).plus_counters(earlier.tier)
-        return self._replace(
-            tier=tier, **{name: getattr(self, name) + getattr(earlier, name) for name in names}
-        )
+        return plus_counters(self, earlier)
+
+
+Stats = TypeVar("Stats", PlaceStats, TierStats, SchedulerStats)
+
+
+def plus(stats: Stats, **more: float) -> Stats:
+    """With so much added to these fields."""
+    return stats._replace(**{name: getattr(stats, name) + num for name, num in more.items()})
+
+
+def plus_counters(stats: Stats, earlier: Stats) -> Stats:
+    """With the counters of the earlier ones added, in all places of a tier too."""
+    more: dict[str, Any] = {}
+    for name, before in earlier._asdict().items():
+        now = getattr(stats, name)
+        if name.endswith("_total"):
+            more[name] = now + before
+        elif name in ("tier", "memory", "disk") and before is not None:
+            more[name] = plus_counters(now or type(before)(), before)
+    return stats._replace(**more)
 
 
 class AttentionWork(NamedTuple):

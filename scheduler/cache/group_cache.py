@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from penstock.scheduler.cache.block_pool import BlockPool
-from penstock.scheduler.cache.blocks import BlockAllocator, BlockTable
+from penstock.scheduler.cache.blocks import BlockPool, BlockTable
 from penstock.scheduler.cache.journal import BlockJournal, StoredBlock
 from penstock.scheduler.cache.kv_events import KVEvents
-from penstock.scheduler.cache.prefix import PrefixIndex
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.stats import GroupBlocks
@@ -39,9 +37,7 @@ class Share(NamedTuple):
 
 
 class GroupCache(BlockPool):
-    """The pool of one group: reference counts, and which blocks can be found by their content."""
-
-    group: KVGroup
+    """The blocks of one group, and where they are besides the pool: in a journal, in a tier."""
 
     def __init__(
         self,
@@ -53,6 +49,13 @@ class GroupCache(BlockPool):
         number: int = 0,
     ) -> None:
         """number: of the group, by which the tier and events know it."""
+        survivors = journal.survivors() if journal else ()
+        super().__init__(
+            group.num_blocks,
+            {block.block_id: block.digest for block in survivors},
+            partial(events.on_removed, number) if events is not None else None,
+        )
+        assert len(self._block_of) == len(survivors), "the journal has a block twice"
         self.group = group
         self._block_size = block_size
         self._journal = journal
@@ -62,21 +65,11 @@ class GroupCache(BlockPool):
         # each with the step that was launched last by then, which may have written to them.
         self._released: dict[int, bytes] = {}
         self._unstored: deque[tuple[int, dict[int, bytes]]] = deque()
-        survivors = journal.survivors() if journal else ()
         self._unverified = {block.block_id for block in survivors}
         self._unrecorded: list[StoredBlock] = []  # of the step that runs
-        self._allocator = BlockAllocator(group.num_blocks, self._unverified)
-        on_removed = partial(events.on_removed, number) if events is not None else None
-        self._index = PrefixIndex(on_removed)
-        for block in survivors:
-            is_new = self._index.add(block.digest, block.block_id)
-            assert is_new, f"the journal has {block} twice"
-            self._index.make_evictable(block.block_id)
 
     def stats(self) -> GroupBlocks:
-        num_evictable, num_free = self._index.num_evictable, self._allocator.num_free
-        num_used = self.group.num_blocks - num_evictable - num_free
-        return GroupBlocks(self.group.window, num_used, num_evictable, num_free)
+        return GroupBlocks(self.group.window, self.num_used, self.num_evictable, self.num_free)
 
     def new_table(self) -> BlockTable:
         return BlockTable()
@@ -89,7 +82,7 @@ class GroupCache(BlockPool):
         """The most blocks, up to `end`, after which a sequence can continue: all that its next
         token reads is there. digests: of the sequence's blocks."""
         if self.group.window is None:
-            find, unverified = self._index.find, self._unverified
+            find, unverified = self._block_of.get, self._unverified
             for i, digest in enumerate(digests[:end]):
                 block_id = find(digest)
                 if block_id is None or (block_id in unverified and not self._verify(block_id)):
@@ -113,7 +106,7 @@ class GroupCache(BlockPool):
         return end
 
     def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Of those that a sequence after them needs, the ones that the pool does not have."""
+        """The ones that the pool does not have, of those that a sequence after them needs."""
         end = len(digests)
         return [each for each in digests[self._first_needed(end) :] if self._find(each) is None]
 
@@ -138,14 +131,14 @@ class GroupCache(BlockPool):
             blocks = parent.block_ids[first:num_full]
             copied = parent.block_ids[num_full] if num_computed % size else None
         else:
-            found = map(self._index.find, digests[first:num_full])
+            found = map(self.find, digests[first:num_full])
             blocks = [block_id for block_id in found if block_id is not None]
             assert len(blocks) == num_full - first, "they were found before"
         num_new = -(-num_tokens // size) - num_full
         if self.group.window is not None:
             most = self.group.most_blocks(num_tokens, size)
             num_new = min(num_new, max(1, most - len(blocks)))
-        num_evictable = sum(self._index.is_evictable(block_id) for block_id in blocks)
+        num_evictable = sum(block_id in self._evictable for block_id in blocks)
         return Share(first, blocks, copied, num_new, num_new + num_evictable)
 
     def may_share(self, table: BlockTable, position: int) -> bool:
@@ -156,12 +149,11 @@ class GroupCache(BlockPool):
         """Fills an empty block table. The blocks must be available."""
         assert not table.block_ids
         for block_id in share.blocks:
-            self._allocator.share(block_id)
-            self._index.touch(block_id)
+            self.reference(block_id)
         table.block_ids = [*(0,) * share.first, *share.blocks]
         table.num_cached = len(table.block_ids)
         table.num_released = share.first
-        taken = self._allocator.take_up_to(share.num_new)
+        taken = self.take_free(share.num_new)
         table.block_ids += taken
         for _ in range(share.num_new - len(taken)):
             self.append(table)
@@ -169,37 +161,22 @@ class GroupCache(BlockPool):
     def append(self, table: BlockTable) -> int:
         """Appends a block that must be available."""
         block_id = self.take()
+        assert block_id is not None, "no block is available; the scheduler must check before"
         table.block_ids.append(block_id)
-        return block_id
-
-    def take(self) -> int:
-        """A free block, else the least recently used evictable one."""
-        block_id = self._allocator.take()
-        if block_id is None:
-            evicted = self._index.evict()
-            assert evicted is not None, "no block is available; the scheduler must check before"
-            self._erase(evicted)
-            self._allocator.free(evicted)
-            block_id = self._allocator.take()
-            assert block_id is not None
         return block_id
 
     def settle(self, block_id: int, digest: bytes | None) -> None:
         """A block that was taken to be loaded can be found by its digest; without one it is
         free."""
-        is_last = self._allocator.release(block_id)
-        assert is_last, f"block {block_id} was loaded while it was used"
-        if digest is not None and self._index.add(digest, block_id):
-            self._index.make_evictable(block_id)
-        else:
-            self._allocator.free(block_id)
+        assert self.ref_count(block_id) == 1, f"block {block_id} was loaded while it was used"
+        if digest is not None:
+            self.add(digest, block_id)
+        self.unreference((block_id,))
 
     def refresh(self, block_ids: Sequence[int]) -> None:
         """Those that are evictable are evicted after all others, the last first."""
         for block_id in reversed(block_ids):
-            if self._index.is_evictable(block_id):
-                self._index.touch(block_id)
-                self._index.make_evictable(block_id)
+            self.evict_last(block_id)
 
     def slide(self, table: BlockTable, position: int) -> None:
         """Gives back the blocks that neither the token at `position` nor a later one reads."""
@@ -207,15 +184,6 @@ class GroupCache(BlockPool):
         if first > table.num_released:
             self._release(table.block_ids[table.num_released : first])
             table.num_released = first
-
-    def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Frees the blocks at its end that hold none of the first num_tokens."""
-        block_ids = table.block_ids
-        while len(block_ids) * self._block_size >= num_tokens + self._block_size:
-            block_id = block_ids.pop()
-            is_last = self._allocator.release(block_id)
-            assert is_last, f"block {block_id} was to be written to, but it is shared"
-            self._allocator.free(block_id)
 
     def release(self, table: BlockTable) -> None:
         """Releases all its blocks, the last first. Cached ones become evictable, others free."""
@@ -226,7 +194,7 @@ class GroupCache(BlockPool):
     def cache(self, table: BlockTable, digests: Sequence[bytes], root: bytes) -> None:
         """Makes its first blocks findable, whose digests these are. root: for a journal alone."""
         for i in range(max(table.num_cached, table.num_released), len(digests)):
-            if self._index.add(digests[i], table.block_ids[i]) and self._journal:
+            if self.add(digests[i], table.block_ids[i]) and self._journal:
                 parent = digests[i - 1] if i else root
                 self._unrecorded.append(StoredBlock(table.block_ids[i], digests[i], parent))
         table.num_cached = len(digests)
@@ -239,34 +207,30 @@ class GroupCache(BlockPool):
         while self._unstored and self._unstored[0][0] <= completed:
             assert self._tier
             for block_id, digest in self._unstored.popleft()[1].items():
-                if self._index.find(digest) == block_id:
+                if self.find(digest) == block_id:
                     self._tier.store(TierBlock(self._number, digest), block_id)
         if self._unrecorded:
             assert self._journal
             blocks, self._unrecorded = self._unrecorded, []
-            find = self._index.find
-            self._journal.record([b for b in blocks if find(b.digest) == b.block_id])
-
-    def is_findable(self, digest: bytes) -> bool:
-        return self._index.find(digest) is not None
+            self._journal.record([b for b in blocks if self.find(b.digest) == b.block_id])
 
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Makes the blocks of a table, and those with these digests, unfindable."""
         for block_id in table.block_ids[table.num_released :]:
-            self._forget(block_id)
+            self.drop(block_id)
         for digest in digests:
-            if (found := self._index.find(digest)) is not None:
-                self._forget(found)
+            if (found := self.find(digest)) is not None:
+                self.drop(found)
             if self._tier:
                 self._tier.forget(TierBlock(self._number, digest))
 
     def _first_needed(self, end: int) -> int:
-        """Of the blocks before number `end`, the first that the token after them may read."""
+        """The first of the blocks before number `end` that the token after them may read."""
         return min(end, self.group.first_read(end * self._block_size) // self._block_size)
 
     def _find(self, digest: bytes) -> int | None:
         """A block with this digest whose content is known to be right."""
-        block_id = self._index.find(digest)
+        block_id = self.find(digest)
         if block_id is None or (block_id in self._unverified and not self._verify(block_id)):
             return None
         return block_id
@@ -277,7 +241,7 @@ class GroupCache(BlockPool):
         self._unverified.remove(block_id)
         is_intact = self._journal.is_intact(block_id)
         if not is_intact:
-            self._forget(block_id)
+            self.drop(block_id)
         return is_intact
 
     def _is_in_tier(self, digest: bytes) -> bool:
@@ -288,20 +252,12 @@ class GroupCache(BlockPool):
         # Not only its last user: what is used all the time shall not be lost with this process.
         if self._tier:
             for block_id in block_ids:
-                if (digest := self._index.digest_of(block_id)) is not None:
+                if (digest := self._digest_of.get(block_id)) is not None:
                     self._released[block_id] = digest
-        unused = self._allocator.release_all(block_ids)
-        self._allocator.free_all(self._index.retire(unused))
+        self.unreference(block_ids)
 
-    def _forget(self, block_id: int) -> None:
-        if self._index.is_evictable(block_id):
-            self._allocator.free(block_id)
-        if self._index.is_cached(block_id):
-            self._index.forget(block_id)
-            self._erase(block_id)
-
-    def _erase(self, block_id: int) -> None:
-        """It was findable and is not any more."""
+    def _remove(self, block_id: int) -> None:
+        super()._remove(block_id)
         if self._journal:
             self._unverified.discard(block_id)
             self._journal.erase(block_id)

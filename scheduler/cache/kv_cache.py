@@ -54,38 +54,32 @@ class KVCache:
         self._enable_prefix_caching = enable_prefix_caching
         used: Items[BlockJournal | None] = journals if enable_prefix_caching else ()
         self._has_journals = bool(used)
-        self._key = PROCESS_KEY
-        if used and used[0]:
-            self._key = used[0].key
+        self._key = used[0].key if used and used[0] else PROCESS_KEY
         if tier is not None:
             assert not used or self._key == tier.key, "journals have the key of the tier"
             self._key = tier.key
         self._events = events if enable_prefix_caching else None
-        self.groups: list[GroupCache | StateCache] = []
-        # Those of keys and values, and those of states, each with its number.
-        self._with_blocks: list[tuple[int, GroupCache]] = []
-        self._states: list[tuple[int, StateCache]] = []
-        for index, group in enumerate(groups):
-            if isinstance(group, StateGroup):
-                assert not used, "recurrent states do not outlive the engine, so nothing else may"
-                assert tier is None, "recurrent states are in no tier, so nothing else may be"
-                assert events is None, "blocks without a state after them are of no use to routers"
-                states = StateCache(group, block_size)
-                self._states.append((index, states))
-                self.groups.append(states)
-            else:
-                journal = used[index] if used else None
-                cache = GroupCache(group, block_size, journal, tier, events, index)
-                self._with_blocks.append((index, cache))
-                self.groups.append(cache)
-        self._blocks = [cache for _, cache in self._with_blocks]
-        self._first, self._others = self._blocks[0], self.groups[1:]
-        assert self._first is self.groups[0], "the first group must keep keys and values"
+        self.groups: list[GroupCache | StateCache] = [
+            StateCache(group, block_size)
+            if isinstance(group, StateGroup)
+            else GroupCache(group, block_size, used[i] if used else None, tier, events, i)
+            for i, group in enumerate(groups)
+        ]
+        # Those of keys and values, which come first, and those of states, each with its number.
+        self.blocks = [each for each in self.groups if isinstance(each, GroupCache)]
+        self._with_blocks = list(enumerate(self.blocks))
+        self._states = [
+            (i, each) for i, each in enumerate(self.groups) if isinstance(each, StateCache)
+        ]
         self._windowed = [
-            (index, cache) for index, cache in self._with_blocks if cache.group.window is not None
+            (i, each) for i, each in self._with_blocks if each.group.window is not None
         ]
         self.has_windows = bool(self._windowed)
         self.has_states = bool(self._states)
+        if self._states:
+            assert not used, "recurrent states do not outlive the engine, so nothing else may"
+            assert tier is None, "recurrent states are in no tier, so nothing else may be"
+            assert events is None, "blocks without a state after them are of no use to routers"
 
     def stats(self) -> list[GroupBlocks]:
         return [each.stats() for each in self.groups]
@@ -93,14 +87,11 @@ class KVCache:
     @property
     def num_available(self) -> int:
         """Blocks that can be taken in every group of keys and values."""
-        num = self._first.num_available
-        if len(self._blocks) > 1:
-            return min(num, *[each.num_available for each in self._blocks[1:]])
-        return num
+        return min([each.num_available for each in self.blocks])
 
     def plan(self, sequence: Sequence) -> Admission:
-        """What admitting this sequence takes, with blocks for all its known tokens, or as many as
-        its groups need at once.
+        """Says what it takes to admit this sequence, with blocks for all its known tokens, or as
+        many as its groups need at once.
 
         At least its last token is left to compute: even a fully cached prompt needs one query row
         to produce logits.
@@ -148,10 +139,10 @@ class KVCache:
         return copies
 
     def beyond(self, sequence: Sequence, num_cached: int) -> tuple[list[TierBlock], int]:
-        """What is to be loaded from the tier so that more of its tokens are cached than num_cached,
-        and how many these are then."""
+        """Returns the blocks to be loaded from the tier so that more of its tokens are cached than
+        num_cached, and how many these are then."""
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        end = _agreed([each.longest_reach for each in self._blocks], digests, len(digests))
+        end = _agreed([each.longest_reach for each in self.blocks], digests, len(digests))
         if end * self.block_size <= num_cached:
             return [], num_cached
         blocks = [
@@ -161,17 +152,9 @@ class KVCache:
         ]
         return blocks, end * self.block_size
 
-    def take(self, group: int) -> int:
-        """A block of a group of keys and values, which must be available, to be loaded."""
-        return self._blocks[group].take()
-
-    def settle(self, group: int, block_id: int, digest: bytes | None) -> None:
-        """See `GroupCache.settle`."""
-        self._blocks[group].settle(block_id, digest)
-
     def refresh(self, admission: Admission) -> None:
         """The cached blocks of a sequence that is to be admitted are evicted after all others."""
-        for each, share in zip(self._blocks, admission.shares, strict=True):
+        for each, share in zip(self.blocks, admission.shares, strict=True):
             each.refresh(share.blocks)
 
     def snapshots_in_chunk(
@@ -233,8 +216,7 @@ class KVCache:
             return
         digests, start = self._digests(sequence, num_full), tables[0].num_cached
         root = self._root(sequence) if self._has_journals else b""
-        self._first.cache(tables[0], digests, root)
-        for each, table in zip(self._others, tables[1:], strict=True):
+        for each, table in zip(self.groups, tables, strict=True):
             each.cache(table, digests, root)
         if self._events is not None:
             self._tell(self._events, sequence, start, num_full)
@@ -284,7 +266,7 @@ class KVCache:
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return [], 0
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        num_found = _agreed([each.longest_hit for each in self._blocks], digests, len(digests))
+        num_found = _agreed([each.longest_hit for each in self.blocks], digests, len(digests))
         if not self._states:
             return digests[:num_found], 0
         end = _agreed([each.longest_hit for each in self.groups], digests, num_found)
@@ -302,7 +284,7 @@ class KVCache:
     def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:
         end = min(end, len(sequence.block_digests))  # a fork has no digests yet
         for group, each in self._with_blocks:
-            events.tell(group, sequence, start, end, each.is_findable)
+            events.tell(group, sequence, start, end, each.find)
 
     def _root(self, sequence: Sequence) -> bytes:
         return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)

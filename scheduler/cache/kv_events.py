@@ -42,14 +42,19 @@ class KVEvents:
         self._events: list[KVEvent] = []
 
     def tell(
-        self, group: int, sequence: Sequence, start: int, end: int, has: Callable[[bytes], bool]
+        self,
+        group: int,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        find: Callable[[bytes], int | None],
     ) -> None:
-        """Of a sequence's blocks from number `start` to `end`, those that can be found."""
+        """Tells of those of a sequence's blocks from number `start` to `end` that can be found."""
         size, digests = self._block_size, sequence.block_digests
         last: Stored | None = None
         for i in range(start, end):
             digest = digests[i]
-            if (group, digest) in self._told or not has(digest):
+            if (group, digest) in self._told or find(digest) is None:
                 last = None
                 continue
             self._told.add((group, digest))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.scheduler.cache.kv_cache import Admission, KVCache
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
-from penstock.scheduler.stats import TierStats
+from penstock.scheduler.stats import TierStats, plus, plus_counters
 
 # A load that takes this many times what was expected, and at least so long, is given up.
 _LATE_FACTOR = 4.0
@@ -28,7 +28,8 @@ ComputeSeconds = Callable[[int, int], float | None]
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """What one sequence asked for. block_ids: in the order of the prefix, group by group."""
+    """The blocks that one sequence asked for. block_ids: in the order of the prefix, group by
+    group."""
 
     deadline_s: float
     block_ids: dict[TierBlock, int]
@@ -43,10 +44,11 @@ class _Waiting(NamedTuple):
 
 
 class Loads:
-    """See the module. compute_s(start, end): how long steps would take to compute the tokens from
-    position `start` to `end` of a prompt; None where that is not known."""
+    """See the module. Without a tier nothing is loaded. compute_s(start, end): how long steps would
+    take to compute the tokens from position `start` to `end` of a prompt; None where that is not
+    known."""
 
-    def __init__(self, kv: KVCache, tier: BlockTier, compute_s: ComputeSeconds) -> None:
+    def __init__(self, kv: KVCache, tier: BlockTier | None, compute_s: ComputeSeconds) -> None:
         self._kv = kv
         self._tier = tier
         self._compute_s = compute_s
@@ -72,7 +74,7 @@ class Loads:
 
     def num_within_reach(self, sequence: Sequence, num_cached: int) -> int:
         """How many of its first tokens need not be computed, if the pool has num_cached."""
-        if sequence.needs_whole_prompt:
+        if self._tier is None or sequence.needs_whole_prompt:
             return num_cached
         blocks, end = self._kv.beyond(sequence, num_cached)
         return end if blocks and self._pays(num_cached, end, self._new(blocks)) else num_cached
@@ -83,7 +85,7 @@ class Loads:
         num_reserved: blocks that must stay available. Without room for the whole sequence nothing
         is loaded yet.
         """
-        if not sequence.may_load or sequence.fork_parent is not None:
+        if self._tier is None or not sequence.may_load or sequence.fork_parent is not None:
             return False
         admission = self._kv.plan(sequence)
         num_cached = admission.num_computed
@@ -115,7 +117,7 @@ class Loads:
 
     def arrived(self, now: float) -> list[Sequence]:
         """The sequences that need not wait any longer."""
-        if not self._open:
+        if self._tier is None or not self._open:
             return []
         for block, is_intact in self._tier.loaded():
             load = self._load_of[block]
@@ -143,25 +145,19 @@ class Loads:
             sequence.num_cached_before_load = None
 
     def stats(self) -> TierStats | None:
-        own = self._counts
-        return self._tier.stats()._replace(
-            query_tokens_total=own.query_tokens_total,
-            hit_tokens_total=own.hit_tokens_total,
-            absent_total=own.absent_total,
-            slower_total=own.slower_total,
-            unreadable_total=own.unreadable_total,
-            late_total=own.late_total,
-        )
+        return None if self._tier is None else plus_counters(self._tier.stats(), self._counts)
 
     def _new(self, blocks: list[TierBlock]) -> list[TierBlock]:
         return [block for block in blocks if block not in self._load_of]
 
     def _pays(self, start: int, end: int, blocks: list[TierBlock]) -> bool:
         """Whether loading is expected to be quicker than computing."""
+        assert self._tier
         compute_s = self._compute_s(start, end)
         return compute_s is None or self._tier.load_s(blocks) < compute_s
 
     def _start(self, admission: Admission, blocks: list[TierBlock], now: float) -> _Load:
+        assert self._tier
         # Room for the blocks must not be made by evicting those that they follow.
         self._kv.refresh(admission)
         expected_s = self._tier.load_s(blocks)
@@ -169,7 +165,9 @@ class Loads:
         load = _Load(deadline_s, {}, set(blocks))
         self._open[load] = None
         for block in blocks:
-            load.block_ids[block] = self._kv.take(block.group)
+            block_id = self._kv.blocks[block.group].take()
+            assert block_id is not None, "no block is available; the scheduler must check before"
+            load.block_ids[block] = block_id
             self._load_of[block] = load
         # The first is marked as used last: without it, the others are of no use.
         self._tier.load({block: load.block_ids[block] for block in reversed(blocks)})
@@ -177,6 +175,7 @@ class Loads:
 
     def _give_up(self, load: _Load, now: float) -> None:
         """Nobody waits for it any longer; its blocks are free as soon as nothing writes to them."""
+        assert self._tier
         cancelled = {block for block in load.open if self._tier.cancel(block)}
         load.open -= cancelled
         load.failed |= cancelled
@@ -189,7 +188,7 @@ class Loads:
         for block in reversed(load.block_ids):
             del self._load_of[block]
             digest = None if block in load.failed else block.digest
-            self._kv.settle(block.group, load.block_ids[block], digest)
+            self._kv.blocks[block.group].settle(load.block_ids[block], digest)
 
     def _without(self, done: set[_Load]) -> list[Sequence]:
         """The sequences that wait for none but these."""
@@ -208,38 +207,4 @@ class Loads:
         return ready
 
     def _count(self, **more: int) -> None:
-        counts = self._counts
-        self._counts = counts._replace(
-            **{name: getattr(counts, name) + num for name, num in more.items()}
-        )
-
-
-class _NoLoads(Loads):
-    """Without a tier nothing is loaded."""
-
-    def __init__(self) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return 0
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return False
-
-    def num_within_reach(self, sequence: Sequence, num_cached: int) -> int:
-        return num_cached
-
-    def begin(self, sequence: Sequence, num_reserved: int, now: float) -> bool:
-        return False
-
-    def arrived(self, now: float) -> list[Sequence]:
-        return []
-
-    def on_admission(self, sequence: Sequence, num_cached: int) -> None:
-        pass
-
-    def stats(self) -> TierStats | None:
-        return None
-
-
-NO_LOADS = _NoLoads()
+        self._counts = plus(self._counts, **more)

@@ -13,7 +13,6 @@ from enum import Enum
 
 from penstock.scheduler.cache.blocks import BlockTable
 from penstock.scheduler.types import (
-    FinishReason,
     Pooling,
     PromptOutputRequest,
     Request,
@@ -50,7 +49,6 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     prompt_request: PromptOutputRequest | None = field(init=False)
     status: Status = Status.WAITING
-    finish_reason: FinishReason | None = None
     slot: int = -1  # meaningful while it runs
     # One for each group of layers, once it has been admitted.
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
@@ -77,11 +75,6 @@ class Sequence:
             self.request.sampling.num_prompt_logprobs, self.request.pooling
         )
         self.prompt_request = None if self.index or wanted == (None, None) else wanted
-
-    @property
-    def table(self) -> BlockTable:
-        """In the first group, which is the only one of most models."""
-        return self.tables[0]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -150,7 +143,6 @@ class Sequence:
         self.num_preemptions += 1
         self.may_load = True
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self) -> None:
         assert self.status is not Status.FINISHED
         self.status = Status.FINISHED
-        self.finish_reason = reason

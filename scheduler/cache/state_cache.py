@@ -19,10 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.scheduler.cache.block_pool import BlockPool
-from penstock.scheduler.cache.blocks import BlockAllocator, BlockTable
+from penstock.scheduler.cache.blocks import BlockPool, BlockTable
 from penstock.scheduler.cache.group_cache import Share
-from penstock.scheduler.cache.prefix import PrefixIndex
 from penstock.scheduler.groups import StateGroup
 from penstock.scheduler.stats import GroupBlocks
 
@@ -52,15 +50,12 @@ class _Pending(NamedTuple):
 
 
 class StateCache(BlockPool):
-    """The pool of states of one group."""
-
-    group: StateGroup
+    """The states of one group."""
 
     def __init__(self, group: StateGroup, block_size: int) -> None:
+        super().__init__(group.num_blocks)
         self.group = group
         self._block_size = block_size
-        self._allocator = BlockAllocator(group.num_blocks)
-        self._index = PrefixIndex()
 
     def stats(self) -> GroupBlocks:
         return GroupBlocks(
@@ -72,8 +67,7 @@ class StateCache(BlockPool):
 
     def longest_hit(self, digests: Sequence[bytes], end: int) -> int:
         """See `GroupCache`: the blocks before the last snapshot."""
-        find = self._index.find
-        while end and find(digests[end - 1]) is None:
+        while end and self.find(digests[end - 1]) is None:
             end -= 1
         return end
 
@@ -88,7 +82,7 @@ class StateCache(BlockPool):
         assert parent is None, "a state has gone on since the prompt's end"
         copied = None
         if num_computed:
-            copied = self._index.find(digests[num_computed // self._block_size - 1])
+            copied = self.find(digests[num_computed // self._block_size - 1])
             assert copied is not None, "it was found before"
         return Share(0, [], copied, 1, 1)
 
@@ -101,9 +95,8 @@ class StateCache(BlockPool):
         one, it becomes the sequence's own state."""
         assert isinstance(table, StateTable) and not table.block_ids
         if share.copied is not None:
-            self._index.touch(share.copied)
-            self._index.make_evictable(share.copied)
-        state = self._take()
+            self.evict_last(share.copied)
+        state = self.take()
         assert state is not None, "no state is available; the scheduler must check before"
         table.block_ids = [state]
         table.wanted, table.newest = [], None
@@ -121,7 +114,7 @@ class StateCache(BlockPool):
         taken = []
         while table.wanted and table.wanted[0] <= end:
             position = table.wanted.pop(0)
-            if position > start and (state := self._take()) is not None:
+            if position > start and (state := self.take()) is not None:
                 table.pending.append(_Pending(position // self._block_size, state, False))
                 taken.append((position, state))
         return taken
@@ -132,10 +125,10 @@ class StateCache(BlockPool):
         assert isinstance(table, StateTable)
         if table.newest is not None:
             state, digest = table.newest
-            if self._index.find(digest) == state:
-                self._forget(state)
+            if self.find(digest) == state:
+                self.drop(state)
             table.newest = None
-        taken = self._take()
+        taken = self.take()
         if taken is not None:
             table.pending.append(_Pending(position // self._block_size, taken, True))
         return taken
@@ -146,40 +139,22 @@ class StateCache(BlockPool):
         while table.pending and table.pending[0].num_blocks <= len(digests):
             num_blocks, state, is_of_answer = table.pending.pop(0)
             digest = digests[num_blocks - 1]
-            self._allocator.release(state)
-            if self._index.add(digest, state):
-                self._index.make_evictable(state)
-                if is_of_answer:
-                    table.newest = state, digest
-            else:  # there is another of the same tokens
-                self._allocator.free(state)
+            # Where there is another of the same tokens, this one becomes free.
+            if self.add(digest, state) and is_of_answer:
+                table.newest = state, digest
+            self.unreference((state,))
 
     def release(self, table: BlockTable) -> None:
         """Frees its state, and those of snapshots whose tokens are not known yet."""
         assert isinstance(table, StateTable)
-        for state in (*table.block_ids, *(each.state for each in table.pending)):
-            is_last = self._allocator.release(state)
-            assert is_last, f"state {state} is held twice"
-            self._allocator.free(state)
+        self.unreference((*table.block_ids, *(each.state for each in table.pending)))
         table.block_ids, table.pending, table.newest = [], [], None
 
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Drops the snapshots with these digests, and those of the table."""
         for digest in digests:
-            if (state := self._index.find(digest)) is not None:
-                self._forget(state)
+            if (state := self.find(digest)) is not None:
+                self.drop(state)
 
     def record(self, completed: int, launched: int) -> None:
         """States do not outlive the engine."""
-
-    def _take(self) -> int | None:
-        """A free state, or else the snapshot that was used least recently."""
-        state = self._allocator.take()
-        if state is None and (evicted := self._index.evict()) is not None:
-            self._allocator.free(evicted)
-            state = self._allocator.take()
-        return state
-
-    def _forget(self, state: int) -> None:
-        self._index.forget(state)
-        self._allocator.free(state)

@@ -64,7 +64,7 @@ class Tenant:
         self.counter = self.recent = self.faded = 0.0
         self.num_open = self.num_running = 0
         self.left_s = -math.inf
-        self.waiting = OrderedQueue(lambda _: 0)
+        self.waiting = OrderedQueue()
         self.was_waiting = False
 
     def charge(self, service: float) -> None:
@@ -79,7 +79,7 @@ class FairQueue(WaitingQueue):
         self._tenants: dict[str, Tenant] = {}
         self._active: dict[str, Tenant] = {}  # those with open requests
         # The counter when the entry was made, which is at most what it is now.
-        self._heap: list[tuple[float, int, Tenant]] = []
+        self._by_counter: list[tuple[float, int, Tenant]] = []
         self._num_entries = 0
         self._num_waiting = 0
         self._last_counter = 0.0  # of the tenant that left last
@@ -162,7 +162,7 @@ class FairQueue(WaitingQueue):
         self._enter(tenant)
 
     def peek(self) -> Sequence | None:
-        heap = self._heap
+        heap = self._by_counter
         while heap:
             counter, _, tenant = heap[0]
             first = tenant.waiting.peek()
@@ -191,13 +191,13 @@ class FairQueue(WaitingQueue):
 
     def _enter(self, tenant: Tenant) -> None:
         self._num_entries += 1
-        heapq.heappush(self._heap, (tenant.counter, self._num_entries, tenant))
-        if len(self._heap) > 2 * self._num_waiting + 64:
-            self._heap = []
+        heapq.heappush(self._by_counter, (tenant.counter, self._num_entries, tenant))
+        if len(self._by_counter) > 2 * self._num_waiting + 64:
+            self._by_counter = []
             for each in self._active.values():
                 if len(each.waiting):
                     self._num_entries += 1
-                    heapq.heappush(self._heap, (each.counter, self._num_entries, each))
+                    heapq.heappush(self._by_counter, (each.counter, self._num_entries, each))
 
     # Running sequences.
 
@@ -345,10 +345,6 @@ class FairQueue(WaitingQueue):
 
 def queue_for(policy: Policy) -> WaitingQueue:
     """The queue of a policy."""
-    match policy:
-        case Policy.FCFS:
-            return WaitingQueue()
-        case Policy.PRIORITY:
-            return PriorityQueue()
-        case Policy.FAIR:
-            return FairQueue()
+    queues: dict[Policy, type[WaitingQueue]]
+    queues = {Policy.FCFS: WaitingQueue, Policy.PRIORITY: PriorityQueue, Policy.FAIR: FairQueue}
+    return queues[policy]()

@@ -22,7 +22,7 @@ _SWEEP_MIN = 64  # ended entries that are not worth a pass over the queue
 class OrderedQueue:
     """Waiting sequences by a rank that each keeps. One that has left is skipped when met."""
 
-    def __init__(self, rank: Callable[[Sequence], int]) -> None:
+    def __init__(self, rank: Callable[[Sequence], int] = lambda _: 0) -> None:
         """rank: the lowest is first; among equals, the first to arrive."""
         self._rank = rank
         self._heap: list[tuple[int, int, int, Sequence]] = []
@@ -44,6 +44,7 @@ class OrderedQueue:
         self._members[sequence] = None
 
     def peek(self) -> Sequence | None:
+        """The next one. The same until one is pushed or removed."""
         heap, members = self._heap, self._members
         while heap and heap[0][3] not in members:
             heapq.heappop(heap)
@@ -67,25 +68,11 @@ class OrderedQueue:
         return (each for each in self._members if (self._rank(each), each.order) < rank)
 
 
-class WaitingQueue:
-    """Waiting sequences in the order of a policy.
+class WaitingQueue(OrderedQueue):
+    """Waiting sequences in the order of a policy: first come, first served.
 
     A preempted sequence keeps its rank, so it is admitted before all that arrived after it.
     """
-
-    def __init__(self) -> None:
-        """First come, first served."""
-        self._queue = OrderedQueue(lambda _: 0)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def push(self, sequence: Sequence) -> None:
-        self._queue.push(sequence)
-
-    def peek(self) -> Sequence | None:
-        """The next one. The same until one is pushed or removed."""
-        return self._queue.peek()
 
     def pop(self) -> Sequence:
         """Removes the next one, which is admitted."""
@@ -93,14 +80,6 @@ class WaitingQueue:
         assert sequence is not None, "the queue is empty"
         self.remove(sequence)
         return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        """One that waits is about to end."""
-        self._queue.remove(sequence)
-
-    def are_ahead(self, sequence: Sequence) -> Iterable[Sequence]:
-        """Those that are to be admitted before this one, as things are."""
-        return self._queue.are_ahead(sequence)
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
         """The sequence to preempt: the cheapest to recompute.
@@ -175,8 +154,8 @@ class PriorityQueue(WaitingQueue):
     """The lowest `priority` first, and now and then the oldest, so that none waits for ever."""
 
     def __init__(self) -> None:
-        self._queue = OrderedQueue(lambda sequence: sequence.request.priority)
-        self._by_age = OrderedQueue(lambda _: 0)
+        super().__init__(lambda sequence: sequence.request.priority)
+        self._by_age = OrderedQueue()
         self._num_passed = 0  # admissions since the oldest was admitted
 
     def push(self, sequence: Sequence) -> None:
@@ -185,10 +164,10 @@ class PriorityQueue(WaitingQueue):
 
     def peek(self) -> Sequence | None:
         is_due = self._num_passed >= _OLDEST_EVERY - 1
-        return self._by_age.peek() if is_due else self._queue.peek()
+        return self._by_age.peek() if is_due else super().peek()
 
     def pop(self) -> Sequence:
-        oldest, first = self._by_age.peek(), self._queue.peek()
+        oldest, first = self._by_age.peek(), super().peek()
         sequence = super().pop()
         if sequence is not oldest:
             self._num_passed += 1

@@ -158,7 +158,7 @@ def test_what_memory_has_no_room_for_comes_from_the_disk_and_so_after_a_restart(
 def test_a_damaged_file_is_computed_again(tmp_path: Path, kind: str) -> None:
     first = engine(tmp_path)
     hits(first, make_request("a", 30))
-    digests = [*first.kv._index._block_of]
+    digests = [*first.kv._block_of]
     damage(next(tmp_path.glob(f"*/*/{digests[2].hex()}.0")), kind, seed=1)
     assert hits(engine(tmp_path), make_request("b", 30)) == 8
     assert hits(engine(tmp_path), make_request("c", 30)) == 28
@@ -360,7 +360,7 @@ class Walk:
         driver.run()
         driver.host.work()
         driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
-        assert not any(kv.num_used for kv in driver.scheduler._kv._blocks)
+        assert not any(kv.num_used for kv in driver.scheduler._kv.blocks)
         assert not driver.host.rate.open_bytes
         self.check()
 
@@ -376,7 +376,7 @@ class Walk:
         """No block is lost or doubled, and no slot."""
         scheduler, tier = self.driver.scheduler, self.driver.host
         assert scheduler._loads is not None
-        for group, kv in enumerate(scheduler._kv._blocks):
+        for group, kv in enumerate(scheduler._kv.blocks):
             held = Counter(
                 block
                 for sequences in scheduler._requests.values()

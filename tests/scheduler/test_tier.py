@@ -94,7 +94,7 @@ def test_another_model_finds_nothing_in_the_same_directory(tmp_path: Path) -> No
 def test_a_damaged_block_is_computed_again(tmp_path: Path, kind: str) -> None:
     first = engine(tmp_path)
     hits(first, make_request("a", 30))
-    digests = [*first.kv._index._block_of]
+    digests = [*first.kv._block_of]
     third = next(tmp_path.glob(f"*/*/{digests[2].hex()}.0"))
     damage(third, kind, seed=1)
     again = engine(tmp_path)
@@ -332,7 +332,7 @@ class Tiers(RuleBasedStateMachine):
         for driver in getattr(self, "drivers", ()):
             scheduler = driver.scheduler
             assert scheduler._loads is not None
-            for index, kv in enumerate(scheduler._kv._blocks):
+            for index, kv in enumerate(scheduler._kv.blocks):
                 held = Counter(
                     block
                     for sequences in scheduler._requests.values()
@@ -350,7 +350,7 @@ class Tiers(RuleBasedStateMachine):
             assert driver.tier
             driver.tier.work()
             driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
-            assert not any(kv.num_used for kv in driver.scheduler._kv._blocks)
+            assert not any(kv.num_used for kv in driver.scheduler._kv.blocks)
             assert not driver.tier.rate.open_bytes
             self._check(driver)
         if hasattr(self, "scratch"):

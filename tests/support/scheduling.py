@@ -146,7 +146,7 @@ class Driver:
     @property
     def kv(self) -> GroupCache:
         """Of the first group."""
-        return self.scheduler._kv._first
+        return self.scheduler._kv.blocks[0]
 
     def launch(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule(self.now)

@@ -18,7 +18,7 @@ from typing import Protocol
 from penstock.engine.memory.tiers.block_files import HEADER_BYTES, BlockFiles, Unreadable
 from penstock.engine.memory.tiers.transfer_rate import TransferRate
 from penstock.scheduler.cache.tier import Loaded, TierBlock
-from penstock.scheduler.stats import PlaceStats, TierStats
+from penstock.scheduler.stats import PlaceStats, TierStats, plus
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ class DiskTier:
 
     def _count(self, **more: float) -> None:
         with self._lock:
-            self._counts = self._counts.plus(**more)
+            self._counts = plus(self._counts, **more)
 
 
 def _run(tasks: "SimpleQueue[Task]", name: str, in_between: Task | None = None) -> None:

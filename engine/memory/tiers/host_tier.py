@@ -26,7 +26,7 @@ from penstock.engine.memory.tiers.host_pieces import HostPieces
 from penstock.engine.memory.tiers.transfer_rate import TransferRate
 from penstock.scheduler.cache.prefix import PROCESS_KEY
 from penstock.scheduler.cache.tier import Loaded, TierBlock
-from penstock.scheduler.stats import PlaceStats, TierStats
+from penstock.scheduler.stats import PlaceStats, TierStats, plus
 
 logger = logging.getLogger(__name__)
 
@@ -530,7 +530,7 @@ class HostTier:
         self.rate.open_bytes -= self._pieces.piece_bytes(load.block.group)
 
     def _count(self, **more: float) -> None:
-        self._counts = self._counts.plus(**more)
+        self._counts = plus(self._counts, **more)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Run:
         for cache, pool in zip(
             self.scheduler._kv.groups, pools_of(self.executor).groups, strict=True
         ):
-            free = torch.tensor(cache._allocator._free, dtype=torch.int64)
+            free = torch.tensor(cache._free, dtype=torch.int64)
             for keys, values in pool.pairs():
                 keys[:, free] = values[:, free] = torch.nan
         return True

@@ -69,8 +69,8 @@ def test_events_tell_of_what_can_be_found_and_of_nothing_else(
                     assert isinstance(event, Removed)
                     found.remove(event)
                     num_removed += 1
-            for group, kv in enumerate(driver.scheduler._kv._blocks):
-                assert {digest for g, digest in found if g == group} == set(kv._index._block_of)
+            for group, kv in enumerate(driver.scheduler._kv.blocks):
+                assert {digest for g, digest in found if g == group} == set(kv._block_of)
     assert num_stored > 100 and num_removed > 50
 
 
