@@ -162,8 +162,7 @@ class FairQueue(WaitingQueue):
         self._enter(tenant)
 
     def peek(self) -> Sequence | None:
-        heap = self._by_counter
-        while heap:
+        while heap := self._by_counter:  # which `_enter` may renew
             counter, _, tenant = heap[0]
             first = tenant.waiting.peek()
             if first is not None and counter == tenant.counter:

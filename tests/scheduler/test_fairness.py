@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.policy.fairness import FairQueue
 from penstock.scheduler.types import FinishReason
@@ -369,3 +370,23 @@ def test_a_single_key_is_scheduled_as_first_come_first_served(
         assert not driver.scheduler.has_work
         batches.append(driver.batches)
     assert batches[0] == batches[1]
+
+
+def test_the_next_sequence_is_found_while_entries_that_are_out_of_date_are_swept() -> None:
+    """The sweep renews the heap that `peek` walks."""
+    queue = FairQueue()
+    for tenant in "ba":
+        queue.open(tenant, 3)
+    sequences = [
+        Sequence(make_request(tenant, 8, tenant=tenant), 0, order, 16)
+        for order, tenant in enumerate("abb")
+    ]
+    *waiting, passing = sequences
+    for sequence in waiting:
+        queue.push(sequence)
+    for _ in range(68):
+        queue.push(passing)
+        queue.remove(passing)
+    for sequence in waiting:
+        queue.tenant_of(sequence).charge(1.0)
+    assert queue.peek() is queue.pop() is not None
