@@ -50,6 +50,9 @@ Fields = TypeVar("Fields", bound=NamesModel)
 
 class WantsAnswers(NamesModel, Protocol):
     @property
+    def stream(self) -> bool | None: ...
+
+    @property
     def num_answers(self) -> int:
         """To all prompts of the request together."""
         ...
@@ -73,9 +76,7 @@ class TextApi(Protocol[Fields]):
         """Within it, errors name this API's fields."""
         ...
 
-    def writer(
-        self, received: Received[Fields], fields: GenerationFields, generation: Generation
-    ) -> Writer: ...
+    def writer(self, received: Received[Fields], generation: Generation) -> Writer: ...
 
 
 async def answer_request(http: Request, api: TextApi[AnswerFields]) -> Response:
@@ -83,18 +84,17 @@ async def answer_request(http: Request, api: TextApi[AnswerFields]) -> Response:
     return TextResponse(api, await receive(http, api.parse))
 
 
-async def prepare(
-    api: TextApi[Fields], received: Received[Fields]
-) -> tuple[GenerationFields, GenerationRequest]:
-    """Rendered, tokenized, constrained, and turned into one frozen object."""
+async def prepare(api: TextApi[Fields], received: Received[Fields]) -> GenerationRequest:
+    """Rendered, tokenized, constrained, and turned into one frozen object: the wire ends here."""
     model = received.model
     with api.error_names(received):
         fields, prompts = await api.render(received)
-        answer_format = await constrain(fields, prompts, model, received.client)
+        rules = fields.answer_rules
+        answer = await constrain(rules, prompts.reasoning, model, received.client)
         build = partial(
             build_generation_request,
             prompts=prompts,
-            answer=answer_format,
+            answer=answer,
             model=model,
             tenant=received.tenant,
             arrival_s=received.arrival_s,
@@ -104,8 +104,7 @@ async def prepare(
             tpot_target_s=received.targets.tpot_s,
             own_itl_target_s=received.targets.own_itl_s,
         )
-        request = await off_loop(build, fields, fields.num_bad_word_chars)
-    return fields, request
+        return await off_loop(build, fields, fields.num_bad_word_chars)
 
 
 class TextResponse(Response):
@@ -135,14 +134,14 @@ class TextResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
         service.check_room(received.fields.num_answers, received.client)
-        fields, request = await prepare(api, received)
+        request = await prepare(api, received)
         if self._begun:
             request = replace(request, begun=self._begun)
         generation = service.submit_generation(request)
         try:
             await generation.accepted()
-            writer = api.writer(received, fields, generation)
-            if fields.stream:
+            writer = api.writer(received, generation)
+            if received.fields.stream:
                 self._has_started = True
                 ping_interval_s = service.config.server.sse_ping_interval_s
                 direct = scope.get(DIRECT_SEND, send)

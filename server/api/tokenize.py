@@ -20,11 +20,11 @@ from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
+from penstock.server.prompt.prompts import check_servable
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.invalid_fields import invalid_fields
 from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.openai import TokenId, Wire
-from penstock.server.tools.prompting import check_servable
 
 router = APIRouter()
 

@@ -19,7 +19,6 @@ from penstock.server.protocol.unused_fields import report_unused
 from penstock.server.tools.prompting import (
     Message,
     calls_as_text,
-    template_tools,
     with_instructions,
     with_short_ids,
     with_string_arguments,
@@ -92,8 +91,8 @@ def render_chat(
     that runs in this process. Raises InvalidRequest and TemplateTooSlow."""
     variables = _variables(fields, template)
     messages = _messages(fields, template)
-    if fields.functions and template.knows("tools"):
-        variables["tools"] = template_tools(fields.usable_tools)
+    if fields.usable_tools and template.knows("tools"):
+        variables["tools"] = [tool.for_template() for tool in fields.usable_tools]
     variables["add_generation_prompt"] = fields.adds_generation_prompt
     with at_most(max_s):
         if not fields.continue_final_message:
@@ -109,8 +108,8 @@ def _messages(fields: ChatCompletionRequest, template: AnyTemplate) -> list[Mess
         messages = calls_as_text(messages)
     elif "length 9" in template.source:  # from its error message about ids
         messages = with_short_ids(messages)
-    if fields.functions and not template.knows("tools"):
-        messages = with_instructions(messages, fields.functions)
+    if fields.usable_tools and not template.knows("tools"):
+        messages = with_instructions(messages, fields.call_rules.functions)
     return messages
 
 

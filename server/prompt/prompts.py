@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.reasoning import ReasoningState, reasoning_state
 from penstock.server.prompt import limits
 from penstock.server.prompt.chat import chat_prompt
@@ -10,7 +11,7 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.openai import CompletionRequest
-from penstock.server.tools.prompting import check_servable
+from penstock.server.tools.chat_format import ChatFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,19 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
     )
+
+
+def check_servable(fields: ChatCompletionRequest, form: ChatFormat) -> None:
+    """Raises InvalidRequest for fields that this server's flags do not allow."""
+    if fields.chat_template is not None and not form.trusts_templates:
+        hint = "start the server with --trust-request-chat-template, or leave it out"
+        raise UnsupportedParameter("chat_template", hint)
+    if fields.usable_tools and not fields.call_rules.must_call and form.tools is None:
+        raise InvalidRequest(
+            'tool_choice "auto" requires a parser of tool calls, and this server was started with '
+            '--tool-call-parser none; use tool_choice "required", or name a function',
+            param="tool_choice",
+        )
 
 
 def _encoded(

@@ -108,7 +108,7 @@ def _sampling(fields: GenerationFields, answer: AnswerFormat, model: ServedModel
         min_tokens=fields.min_tokens or 0,
         bad_words=_bad_words(fields, model.encoder),
         allowed_token_ids=_allowed_ids(fields, stop_token_ids),
-        grammar=answer.grammar.text if answer.grammar else None,
+        grammar=answer.grammar,
         grammar_bytes=answer.grammar_bytes,
         grammar_to_the_end=bool(answer.grammar and fields.ignore_eos),
     )

@@ -9,6 +9,7 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.invalid_fields import EXPECTED, invalid_fields, nul
 from penstock.server.protocol.openai import MAX_LOGPROBS, GenerationFields, ReasoningEffort, Wire
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
+from penstock.server.tools.rules import AnswerRules
 
 # What an assistant's message may hold besides text and calls, and what to send instead.
 _OTHER_SPEECH = {"audio": "send the transcript as text"}
@@ -122,11 +123,14 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    @cached_property
-    def thinking_budget(self) -> int | None:
-        """The most tokens of reasoning; None for any number."""
+    @property
+    def answer_rules(self) -> AnswerRules:
         budget = self.thinking_token_budget
-        return None if budget is None or budget < 0 else budget
+        return AnswerRules(
+            constraint=self.constraint,
+            calls=self.call_rules,
+            thinking_budget=None if budget is None or budget < 0 else budget,
+        )
 
     @cached_property
     def num_content_chars(self) -> int:

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.invalid_fields import invalid_fields, nul
 from penstock.server.protocol.json_body import json_of
-from penstock.server.protocol.structured_outputs import constraint_by_any_name
 from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED
 from penstock.server.protocol.unused_fields import UNUSED, report_unused
 from penstock.server.structured.constraint import Constraint, constraint_of
+from penstock.server.tools.rules import AnswerRules
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024  # each one costs memory for a table and time for every character
@@ -224,13 +224,17 @@ class GenerationFields(Wire):
     @cached_property
     def constraint(self) -> Constraint | None:
         """What the answer must look like, or None for any text. Raises InvalidRequest."""
+        return constraint_of(
+            self.response_format,
+            self.structured_outputs,
+            self.grammar,
+            self.json_schema,
+            self.model_extra,
+        )
 
-        def make(structured_outputs: dict[str, Any] | None) -> Constraint | None:
-            return constraint_of(
-                self.response_format, structured_outputs, self.grammar, self.json_schema
-            )
-
-        return constraint_by_any_name(self.structured_outputs, self.model_extra or {}, make)
+    @property
+    def answer_rules(self) -> AnswerRules:
+        return AnswerRules(constraint=self.constraint)
 
     def _check(self) -> None:
         """What concerns more than one field."""

@@ -10,10 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.structured.constraint import without_anchors
+from penstock.server.tools.rules import INPUT, Function
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-# The one argument of a custom tool.
-INPUT = "input"
 # Descriptions of custom tools often say that their input is not to be wrapped in JSON.
 _HOW = f"Pass the whole text as the string {INPUT!r}."
 
@@ -43,19 +42,12 @@ class InputFormat(StrictWire):
     grammar: InputGrammar | None = None
 
 
-class CustomFunction(FunctionSpec):
-    """A custom tool as the model sees it. lark: the grammar of its input, if Lark is its syntax:
-    unlike a regex, it is in no schema."""
-
-    lark: str | None = Field(None, exclude=True)
-
-
 class CustomSpec(StrictWire):
     name: FunctionName
     description: str | None = None
     format: InputFormat | None = None
 
-    def as_function(self) -> CustomFunction:
+    def as_function(self) -> Function:
         grammar = self.format.grammar if self.format else None
         text: dict[str, Any] = {"type": "string"}
         lark, description = None, [self.description, _HOW]
@@ -70,10 +62,11 @@ class CustomSpec(StrictWire):
             "required": [INPUT],
             "additionalProperties": False,
         }
-        return CustomFunction(
+        return Function(
             name=self.name,
             description="\n".join(filter(None, description)),
             parameters=parameters,
+            is_custom=True,
             lark=lark,
         )
 

@@ -8,17 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.tool_specs import (
-    INPUT,
-    CustomFunction,
-    CustomSpec,
-    FunctionSpec,
-    StrictWire,
-)
+from penstock.server.protocol.tool_specs import CustomSpec, FunctionSpec, StrictWire
+from penstock.server.tools.rules import INPUT, CallRules, Function
 
 MAX_TOOLS = 128
-# A model that never stops calling would call until its context is full.
-MAX_REQUIRED_CALLS = 16
 
 
 class Tool(StrictWire):
@@ -26,22 +19,38 @@ class Tool(StrictWire):
     function: FunctionSpec | None = None
     custom: CustomSpec | None = None
 
+    @property
+    def name(self) -> str:
+        spec = self.custom if self.type == "custom" else self.function
+        return spec.name if spec else ""
+
     @cached_property
-    def spec(self) -> FunctionSpec | None:
+    def as_function(self) -> Function | None:
         """As the model sees it."""
         if self.type == "custom":
             return self.custom.as_function() if self.custom else None
-        return self.function
+        if self.function is None:
+            return None
+        names = ("name", "description", "parameters")
+        return Function(**{name: getattr(self.function, name) for name in names})
 
-    def checked(self, param: str) -> FunctionSpec:
+    def for_template(self) -> dict[str, Any]:
+        """As sent by the client, or a custom one as the function that it is to the model."""
+        if self.type == "custom" and (function := self.as_function):
+            names = ("name", "description", "parameters")
+            fields = {name: getattr(function, name) for name in names}
+            return {"type": "function", "function": fields}
+        return self.model_dump(exclude_unset=True)
+
+    def check(self, param: str) -> None:
+        """Raises InvalidRequest."""
         if self.type not in _TYPES:
             hint = 'this server supports tools of the types "function" and "custom"'
             raise UnsupportedParameter(f"{param}.type {self.type!r}", hint)
-        if self.spec is None:
+        if self.as_function is None:
             raise InvalidRequest(f"{param}.{self.type} is missing", param=f"{param}.{self.type}")
         if self.custom:
             self.custom.check(f"{param}.custom")
-        return self.spec
 
 
 _TYPES = ("function", "custom")
@@ -188,7 +197,7 @@ class ToolFields(BaseModel):
         if not self._allowed:
             return self.tools or []
         names = {tool.name for tool in self._allowed.tools}
-        return [t for t in self.tools or () if t.spec and t.spec.name in names]
+        return [tool for tool in self.tools or () if tool.name in names]
 
     @cached_property
     def _allowed(self) -> AllowedTools | None:
@@ -198,50 +207,26 @@ class ToolFields(BaseModel):
         return choice.allowed_tools
 
     @cached_property
-    def functions(self) -> list[FunctionSpec]:
-        """Custom tools too, as the model sees them."""
-        return [tool.spec for tool in self.usable_tools if tool.spec]
-
-    @cached_property
-    def custom_names(self) -> frozenset[str]:
-        return frozenset(f.name for f in self.functions if isinstance(f, CustomFunction))
-
-    @cached_property
-    def raw_call(self) -> CustomFunction | None:
-        """The tool whose input is the whole answer: the only one that can be called, if its input
-        has a Lark grammar, which could not be enforced within a string of JSON."""
-        only = self.to_call[0] if self.must_call and len(self.to_call) == 1 else None
-        return only if isinstance(only, CustomFunction) and only.lark is not None else None
-
-    @cached_property
-    def named_function(self) -> FunctionSpec | None:
-        """The one that must be called, where the client names one."""
-        if not isinstance(self.tool_choice, NamedToolChoice) or not self.tool_choice.name:
-            return None
-        name = self.tool_choice.name
-        return next((f for f in self.functions if f.name == name), None)
-
-    @cached_property
-    def to_call(self) -> list[FunctionSpec]:
-        """If the answer must have a call: the functions of which at least one must be called."""
-        return [self.named_function] if self.named_function else self.functions
-
-    @cached_property
-    def max_required_calls(self) -> int:
-        """The most calls of an answer that must have one; a named function is called once."""
-        is_one = self.parallel_tool_calls is False or self.named_function is not None
-        return 1 if is_one else MAX_REQUIRED_CALLS
-
-    @cached_property
-    def must_call(self) -> bool:
-        must_choose = self._allowed is not None and self._allowed.mode == "required"
-        return self.tool_choice == "required" or must_choose or self.named_function is not None
+    def call_rules(self) -> CallRules:
+        """Custom tools too are functions, as the model sees them."""
+        functions = tuple(tool.as_function for tool in self.usable_tools if tool.as_function)
+        choice, allowed = self.tool_choice, self._allowed
+        name = choice.name if isinstance(choice, NamedToolChoice) else None
+        named = next((each for each in functions if each.name == name), None)
+        must_choose = allowed is not None and allowed.mode == "required"
+        return CallRules(
+            functions=functions,
+            named=named,
+            must_call=choice == "required" or must_choose or named is not None,
+            is_parallel=self.parallel_tool_calls is not False,
+        )
 
     def check_tools(self) -> None:
         """Raises InvalidRequest."""
         names: dict[str, str] = {}
         for i, tool in enumerate(self.tools or ()):
-            name = tool.checked(f"tools[{i}]").name
+            tool.check(f"tools[{i}]")
+            name = tool.name
             if name in names:
                 message = f"tools has two functions with the name {name!r}; give each its own"
                 raise InvalidRequest(message, param=f"tools[{i}].{tool.type}.name")

@@ -13,7 +13,7 @@ from penstock.server.protocol.invalid_fields import invalid_fields
 from penstock.server.protocol.json_body import json_of
 from penstock.server.protocol.openai import Wire
 from penstock.server.protocol.unused_fields import UNUSED
-from penstock.server.structured.constraint import RENAMED
+from penstock.server.structured.constraint import SYNONYMS
 
 # Fields of chat completions that mean the same in the other APIs, which do not have them.
 SHARED_FIELDS = frozenset(
@@ -22,7 +22,7 @@ SHARED_FIELDS = frozenset(
         *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
         *("include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "priority"),
         *("cache_salt", "chat_template", "chat_template_kwargs", "thinking_token_budget"),
-        *("spaces_between_special_tokens", "structured_outputs", *RENAMED, *UNUSED),
+        *("spaces_between_special_tokens", "structured_outputs", *SYNONYMS, *UNUSED),
     )
 )
 

@@ -1,15 +1,13 @@
-"""Constraints on an answer: the request fields that set them, as grammars for llguidance.
+"""Constraints on an answer: the request fields that set them, and what they let an answer be.
 
 Why llguidance and not xgrammar: it computes each mask when it is needed, in about 50 us, and
 compiles next to nothing in advance, so no request waits for a compilation; it is one small wheel
 that imports neither torch nor transformers; and a JSON schema that it cannot enforce is an error
 with a message, not a silently weaker grammar.
-
-A grammar is a string here. `check_grammar` compiles it, as the engine does later.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,33 +16,38 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.engine.client import BadGrammar
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.structured.grammar import (
+    WHITESPACE,
+    Content,
+    JsonText,
+    LarkText,
+    json_text,
+    quoted,
+)
 from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.structured.json_schema import enforceable
 from penstock.server.structured.limits import check_lark, check_regex, check_schema
 
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_GBNF_CHARS = 1 << 16  # translated in Python, about 4 us per character
-# Between the tokens of a JSON text: nothing, a space, or one or two newlines with indentation. With
-# more freedom a model may write whitespace forever. Source: llama.cpp's `space` rule.
-_WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# Older names of vLLM, and names of SGLang.
-RENAMED = {
-    "guided_json": "structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "guided_json_object": "structured_outputs.json_object",
-    "regex": "structured_outputs.regex",
-    "ebnf": "structured_outputs.grammar",
+# Members of `structured_outputs` by older names of vLLM, and by names of SGLang.
+SYNONYMS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "regex": "regex",
+    "ebnf": "grammar",
 }
 
 
 class Constraint(NamedTuple):
-    """A field that constrains the answer. build: makes its grammar, which may take a while; raises
-    InvalidRequest."""
+    """A field that constrains the answer. build: what it lets the answer be, which may take a while
+    to find; raises InvalidRequest."""
 
     param: str
-    build: Callable[[], str]
+    build: Callable[[], Content]
 
 
 def _check_length(num_chars: int, limit: int = MAX_GRAMMAR_CHARS) -> None:
@@ -55,34 +58,29 @@ def _check_length(num_chars: int, limit: int = MAX_GRAMMAR_CHARS) -> None:
 
 
 def _read(text: str) -> Any:
-    """Of JSON in a text of JSON. Raises ValueError."""
+    """Reads JSON in a text of JSON. Raises ValueError."""
     _check_length(len(text))
     return json.loads(text)
 
 
-def json_schema_grammar(
-    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
-) -> str:
-    """The grammar of the JSON texts that validate against the schema, not yet compiled.
+def enforced_json(
+    schema: dict[str, Any] | str, *, whitespace: str = WHITESPACE, is_lenient: bool = False
+) -> JsonText:
+    """The JSON texts that validate against the schema, an object or its JSON text.
 
-    whitespace: a regex of what may stand between tokens. is_lenient: keywords that cannot be
-    enforced are ignored, not refused. Raises ValueError.
+    whitespace, is_lenient: see `json_text`. Raises ValueError.
     """
+    if isinstance(schema, str):
+        schema = _read(schema)
+        if not isinstance(schema, dict):
+            raise ValueError("it is not a JSON object")
     _check_length(len(json.dumps(schema, allow_nan=False)))
     check_schema(schema)
     enforced = enforceable(schema, is_lenient=is_lenient)
-    return grammar_of_schema(enforced, whitespace=whitespace, is_lenient=is_lenient)
+    return json_text(enforced, whitespace=whitespace, is_lenient=is_lenient)
 
 
-def grammar_of_schema(
-    schema: dict[str, Any], *, whitespace: str = _WHITESPACE, is_lenient: bool = False
-) -> str:
-    """The same for a schema that `enforceable` returned."""
-    options: Any = {"whitespace_pattern": whitespace, "lenient": is_lenient}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-
-
-def regex_grammar(regex: str) -> str:
+def _matching(regex: str) -> LarkText:
     """The texts that the regex matches completely; anchors around it change nothing.
 
     Raises ValueError.
@@ -90,7 +88,8 @@ def regex_grammar(regex: str) -> str:
     _check_length(len(regex))
     regex = without_anchors(regex)
     check_regex(regex)
-    return LLMatcher.grammar_from_regex(regex)
+    escaped = json.loads(LLMatcher.grammar_from_regex(regex))
+    return LarkText(escaped["grammars"][0]["lark_grammar"])
 
 
 def without_anchors(regex: str) -> str:
@@ -100,15 +99,14 @@ def without_anchors(regex: str) -> str:
     return regex[:-1] if has_end else regex
 
 
-def choice_grammar(choices: list[str]) -> str:
+def _one_of(choices: list[str]) -> LarkText:
     """Raises ValueError."""
     _check_length(sum(map(len, choices)))
     # One terminal, not a rule: then all choices are one automaton.
-    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    return LarkText(f"start: CHOICE\nCHOICE: {' | '.join(map(quoted, choices))}")
 
 
-def gbnf_grammar(text: str) -> str:
+def _gbnf(text: str) -> LarkText:
     """A grammar in GBNF, llama.cpp's notation, or in Lark. Raises ValueError."""
     _check_length(len(text), MAX_GBNF_CHARS)
     try:
@@ -119,18 +117,17 @@ def gbnf_grammar(text: str) -> str:
         Exception
     ) as error:  # the translator raises plain Exception, and IndexError at the end of the text
         raise ValueError(str(error)) from error
-    check_lark(lark)
-    return LLMatcher.grammar_from_lark(lark)
+    return lark_text(lark)
 
 
-def lark_grammar(text: str) -> str:
+def lark_text(text: str) -> LarkText:
     """Raises ValueError."""
     _check_length(len(text))
     check_lark(text)
-    return LLMatcher.grammar_from_lark(text)
+    return LarkText(text)
 
 
-def structural_tag_grammar(value: dict[str, Any] | str) -> str:
+def _tagged(value: dict[str, Any] | str) -> LarkText:
     """Free text in which each trigger begins a tag, whose content follows the tag's schema.
 
     value: vLLM's first form: `structures` of begin, schema and end, and `triggers`. Raises
@@ -140,13 +137,12 @@ def structural_tag_grammar(value: dict[str, Any] | str) -> str:
     try:
         triggers = value["triggers"]
         tags = [_tag(structure, triggers) for structure in value["structures"]]
-        grammar = StructTag.to_grammar(tags, assume_special=False)
+        return LarkText(StructTag.to_grammar(tags, assume_special=False))
     except (KeyError, TypeError, AttributeError, AssertionError, StopIteration) as error:
         raise ValueError(
             'it must hold "structures", each with "begin", which begins with a trigger, "schema" '
             'and "end", and "triggers"'
         ) from error
-    return LLMatcher.grammar_from_lark(grammar)
 
 
 def _tag(structure: dict[str, Any], triggers: list[str]) -> StructTag:
@@ -155,7 +151,7 @@ def _tag(structure: dict[str, Any], triggers: list[str]) -> StructTag:
     if not (isinstance(schema, dict) and isinstance(end, str)):
         raise TypeError
     check_schema(schema)
-    schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
     return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
 
@@ -164,17 +160,22 @@ def constraint_of(
     structured_outputs: dict[str, Any] | None,
     grammar: str | None,
     json_schema: dict[str, Any] | None,
+    others: Mapping[str, Any] | None = None,
 ) -> Constraint | None:
-    """The constraint that one of these fields sets. Raises InvalidRequest, also if several do."""
+    """The constraint that one of these fields sets. Raises InvalidRequest, also if several do.
+
+    others: the request's other fields, among which `structured_outputs` may have synonyms.
+    """
     found = []
     if response_format is not None and (constraint := _from_response_format(response_format)):
         found.append(constraint)
-    if structured_outputs is not None:
-        found.append(_from_structured_outputs(structured_outputs))
+    synonym, outputs = _by_synonym(structured_outputs, others or {})
+    if outputs is not None:
+        found.append(_from_structured_outputs(outputs, synonym))
     if grammar:
-        found.append(_constraint("grammar", gbnf_grammar, grammar))
+        found.append(_constraint("grammar", _gbnf, grammar))
     if json_schema is not None:
-        found.append(_constraint("json_schema", json_schema_grammar, json_schema))
+        found.append(_constraint("json_schema", enforced_json, json_schema))
     if len(found) > 1:
         names = " and ".join(constraint.param for constraint in found)
         message = f"{names} cannot be combined; send only one of them"
@@ -212,8 +213,8 @@ def _refuse(param: str, why: str) -> NoReturn:
     raise InvalidRequest(message, param=param, code="invalid_grammar")
 
 
-def _constraint(param: str, convert: Callable[[Any], str], value: Any) -> Constraint:
-    def build() -> str:
+def _constraint(param: str, convert: Callable[[Any], Content], value: Any) -> Constraint:
+    def build() -> Content:
         try:
             return convert(value)
         except (ValueError, RecursionError) as error:
@@ -229,7 +230,7 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "json_object":
         # llama.cpp takes a schema here too.
         schema = _object_at(value, "schema", "response_format.schema")
-        return _constraint("response_format", json_schema_grammar, schema or {"type": "object"})
+        return _constraint("response_format", enforced_json, schema or {"type": "object"})
     if kind == "json_schema":
         at = "response_format.json_schema"
         described = _object_at(value, "json_schema", at)
@@ -240,10 +241,10 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
             raise InvalidRequest(f"{at}.schema is missing", param=f"{at}.schema")
         strict = _typed(f"{at}.strict", described.get("strict") or False, (bool,), "true or false")
         # As at OpenAI: keywords that cannot be enforced are an error only if it is strict.
-        convert = partial(json_schema_grammar, is_lenient=not strict)
+        convert = partial(enforced_json, is_lenient=not strict)
         return _constraint(f"{at}.schema", convert, schema)
     if kind == "structural_tag":
-        return _constraint("response_format", structural_tag_grammar, value)
+        return _constraint("response_format", _tagged, value)
     message = 'response_format.type must be "text", "json_object" or "json_schema"'
     raise InvalidRequest(message, param="response_format.type")
 
@@ -255,52 +256,54 @@ def _object_at(value: dict[str, Any], key: str, param: str) -> dict[str, Any] | 
     return found
 
 
-_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+def _by_synonym(
+    outputs: dict[str, Any] | None, others: Mapping[str, Any]
+) -> tuple[str | None, dict[str, Any] | None]:
+    """The first synonym that was sent, if any, and `structured_outputs` as both mean it. Raises
+    InvalidRequest where they differ."""
+    sent = [name for name in SYNONYMS if others.get(name) not in (None, False)]
+    if sent:
+        outputs = {k: v for k, v in (outputs or {}).items() if v not in (None, False)}
+    for name in sent:
+        meant = {SYNONYMS[name]: others[name]}
+        if outputs and outputs != meant:
+            message = f"{name} cannot be combined with another constraint; send only one of them"
+            raise InvalidRequest(message, param=name)
+        outputs = meant
+    return next(iter(sent), None), outputs
 
 
-def _from_structured_outputs(fields: dict[str, Any]) -> Constraint:
-    """Of vLLM's field. Raises InvalidRequest."""
+# What is read of each member of `structured_outputs`: as what, its types, and their name.
+_MEMBERS: dict[str, tuple[Callable[[Any], Content], tuple[type, ...], str]] = {
+    "json": (enforced_json, (dict, str), "a schema"),
+    "json_object": (lambda _: enforced_json({"type": "object"}), (bool,), "true"),
+    "regex": (_matching, (str,), "a string"),
+    "choice": (_one_of, (list,), "a list of at least one string"),
+    "grammar": (_gbnf, (str,), "a string"),
+    "structural_tag": (_tagged, (dict, str), "an object"),
+}
+
+
+def _from_structured_outputs(fields: dict[str, Any], synonym: str | None) -> Constraint:
+    """vLLM's field. Raises InvalidRequest, which names the synonym if there is one."""
     present = {key: each for key, each in fields.items() if each not in (None, False)}
+    kinds = ", ".join(_MEMBERS)
     for key in present:
-        if key not in _KINDS:
-            hint = f"use one of {', '.join(_KINDS)}"
-            raise UnsupportedParameter(f"structured_outputs.{key[:64]}", hint)
+        if key not in _MEMBERS:
+            raise UnsupportedParameter(f"structured_outputs.{key[:64]}", f"use one of {kinds}")
     if len(present) != 1:
-        message = f"structured_outputs needs exactly one of {', '.join(_KINDS)}"
+        message = f"structured_outputs needs exactly one of {kinds}"
         raise InvalidRequest(message, param="structured_outputs")
     ((key, value),) = present.items()
-    param = f"structured_outputs.{key}"
-    if key == "json":
-        return _constraint(param, _schema_grammar, _typed(param, value, (dict, str), "a schema"))
-    if key == "json_object":
-        _typed(param, value, (bool,), "true")
-        return _constraint(param, json_schema_grammar, {"type": "object"})
-    if key == "choice":
-        _check_choices(param, value)
-        return _constraint(param, choice_grammar, value)
-    if key == "structural_tag":
-        typed = _typed(param, value, (dict, str), "an object")
-        return _constraint(param, structural_tag_grammar, typed)
-    convert = regex_grammar if key == "regex" else gbnf_grammar
-    return _constraint(param, convert, _typed(param, value, (str,), "a string"))
-
-
-def _schema_grammar(schema: dict[str, Any] | str) -> str:
-    """schema: an object, or its JSON text. Raises ValueError."""
-    if isinstance(schema, str):
-        schema = _read(schema)
-        if not isinstance(schema, dict):
-            raise ValueError("it is not a JSON object")
-    return json_schema_grammar(schema)
+    param = synonym or f"structured_outputs.{key}"
+    convert, types, expected = _MEMBERS[key]
+    _typed(param, value, types, expected)
+    if key == "choice" and not (value and all(isinstance(each, str) for each in value)):
+        raise InvalidRequest(f"{param} must be {expected}", param=param)
+    return _constraint(param, convert, value)
 
 
 def _typed(param: str, value: Any, kinds: tuple[type, ...], expected: str) -> Any:
     if not isinstance(value, kinds):
         raise InvalidRequest(f"{param} must be {expected}", param=param)
     return value
-
-
-def _check_choices(param: str, value: Any) -> None:
-    is_valid = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
-    if not is_valid:
-        raise InvalidRequest(f"{param} must be a list of at least one string", param=param)

@@ -1,15 +1,12 @@
 """From the text of one answer to its parts: reasoning, plain text and calls."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from penstock.server.output.channels import ChannelSplitter
 from penstock.server.output.parts import AnswerReader, Part, TextPart
-from penstock.server.output.reasoning import ReasoningSplitter
-from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.tool_specs import FunctionSpec
-from penstock.server.protocol.tools import ToolFields
-from penstock.server.tools.call_grammar import uses_native_format
-from penstock.server.tools.chat_format import ChatFormat
+from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState, make_splitter
+from penstock.server.structured.grammar import Calls, Content
 from penstock.server.tools.custom_input import CustomInputs
 from penstock.server.tools.parsers import (
     JsonParser,
@@ -18,6 +15,7 @@ from penstock.server.tools.parsers import (
     ToolParser,
     make_tool_parser,
 )
+from penstock.server.tools.rules import CallRules
 
 
 class ChatAnswerReader:
@@ -70,37 +68,44 @@ class ChatAnswerReader:
         return self._custom_inputs.of(parts) if self._custom_inputs else parts
 
 
-def make_reader(
-    fields: ChatCompletionRequest,
-    form: ChatFormat,
-    splitter: ReasoningSplitter | ChannelSplitter | None,
-) -> AnswerReader | None:
-    """The reader of one answer; None if all of it is plain text."""
-    if fields.raw_call:
-        return ChatAnswerReader(splitter, NamedCallParser(fields.raw_call.name, is_custom=True))
-    inputs = CustomInputs(fields.custom_names) if fields.custom_names else None
-    if fields.must_call or (fields.functions and fields.constraint):
-        return ChatAnswerReader(splitter, _enforced_parser(fields, form.tools), inputs)
-    calls = None
-    if fields.functions and form.tools:
-        calls = _parser(form.tools, fields.functions, fields.parallel_tool_calls)
-    return ChatAnswerReader(splitter, calls, inputs) if splitter or calls else None
+def reader_factory(
+    rules: CallRules,
+    enforced: Calls | Content | None,
+    form: ToolFormat | None,
+    reasoning: ReasoningState | None,
+) -> Callable[[], AnswerReader] | None:
+    """Makes a reader for each answer; None if all of it is plain text.
+
+    enforced: the syntax of calls, where a grammar enforces one. form: the model's own.
+    """
+    make_calls = _call_parser(rules, enforced, form)
+    if make_calls is None and reasoning is None:
+        return None
+    custom = frozenset(each.name for each in rules.functions if each.is_custom)
+    has_inputs = custom and not rules.raw_call
+
+    def make() -> AnswerReader:
+        calls = make_calls() if make_calls else None
+        inputs = CustomInputs(custom) if has_inputs else None
+        return ChatAnswerReader(make_splitter(reasoning), calls, inputs)
+
+    return make
 
 
-def _enforced_parser(fields: ToolFields, form: ToolFormat | None) -> ToolParser | NamedCallParser:
-    if form and uses_native_format(form, fields):
-        return _parser(form, fields.to_call, True)
-    if fields.named_function:
-        return NamedCallParser(fields.named_function.name)
-    return JsonParser(frozenset(function.name for function in fields.functions))
-
-
-def _parser(form: ToolFormat, functions: list[FunctionSpec], parallel: bool | None) -> ToolParser:
-    names = frozenset(function.name for function in functions)
-    max_calls = 1 if parallel is False else None
-    return make_tool_parser(form, names, schemas=_schemas_of(functions), max_calls=max_calls)
-
-
-def _schemas_of(functions: list[FunctionSpec]) -> dict[str, dict[str, Any]]:
-    """Name -> parameters as sent by the client; parsers take the types of values from them."""
-    return {function.name: function.parameters or {} for function in functions}
+def _call_parser(
+    rules: CallRules, enforced: Calls | Content | None, form: ToolFormat | None
+) -> Callable[[], ToolParser | NamedCallParser] | None:
+    if rules.raw_call:
+        return partial(NamedCallParser, rules.raw_call.name, is_custom=True)
+    is_native = isinstance(enforced, Calls)
+    if enforced and not is_native:
+        if rules.named:
+            return partial(NamedCallParser, rules.named.name)
+        return partial(JsonParser, frozenset(function.name for function in rules.functions))
+    if not form or not rules.functions:
+        return None
+    functions = rules.to_call if is_native else rules.functions
+    # From the parameters as the client sent them parsers take the types of values.
+    schemas = {function.name: function.parameters or {} for function in functions}
+    max_calls = None if is_native or rules.is_parallel else 1
+    return partial(make_tool_parser, form, frozenset(schemas), schemas=schemas, max_calls=max_calls)

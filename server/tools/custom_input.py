@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.server.output.json_scanner import Expect, JsonScanner
 from penstock.server.output.parts import CallArguments, CallStart, Part
-from penstock.server.protocol.tool_specs import INPUT
+from penstock.server.tools.rules import INPUT
 
 
 class CustomInputs:

@@ -7,14 +7,10 @@ accepts a system message.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.tool_specs import CustomFunction, FunctionSpec
-from penstock.server.protocol.tools import Tool
-from penstock.server.tools.chat_format import ChatFormat
+from penstock.server.tools.rules import Function
 
 # A message of a conversation, as chat templates know it.
 Message = Mapping[str, Any]
@@ -25,18 +21,6 @@ arguments:
 To call one, answer with nothing but {{"name": ..., "arguments": {{...}}}}, and to call several, \
 with a JSON list of such objects. The next message then holds the results. If no function helps, \
 answer in plain words."""
-
-
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """The variable `tools` of chat templates: the tools as sent by the client, custom ones as the
-    functions that they are to the model."""
-    return [_for_template(tool) for tool in tools]
-
-
-def _for_template(tool: Tool) -> dict[str, Any]:
-    if isinstance(tool.spec, CustomFunction):
-        return {"type": "function", "function": tool.spec.model_dump(exclude_unset=True)}
-    return tool.model_dump(exclude_unset=True)
 
 
 def with_string_arguments(messages: list[Message]) -> list[Message]:
@@ -70,7 +54,7 @@ def _map_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, An
     return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
 
 
-def with_instructions(messages: list[Message], functions: list[FunctionSpec]) -> list[Message]:
+def with_instructions(messages: list[Message], functions: Iterable[Function]) -> list[Message]:
     """The conversation with a description of the functions in its system message."""
     lines = [json.dumps(_described(function), ensure_ascii=False) for function in functions]
     text = _INSTRUCTIONS.format(functions="\n".join(lines))
@@ -80,7 +64,7 @@ def with_instructions(messages: list[Message], functions: list[FunctionSpec]) ->
     return [{"role": "system", "content": text}, *messages]
 
 
-def _described(function: FunctionSpec) -> dict[str, Any]:
+def _described(function: Function) -> dict[str, Any]:
     optional = {"description": function.description, "parameters": function.parameters}
     return {"name": function.name} | {k: v for k, v in optional.items() if v is not None}
 
@@ -107,16 +91,3 @@ def calls_as_text(messages: list[Message]) -> list[Message]:
             plain.append(rest | {"content": content})
         follows_result = message["role"] == "tool"
     return list(plain)
-
-
-def check_servable(fields: ChatCompletionRequest, form: ChatFormat) -> None:
-    """Raises InvalidRequest for fields that this server's flags do not allow."""
-    if fields.chat_template is not None and not form.trusts_templates:
-        hint = "start the server with --trust-request-chat-template, or leave it out"
-        raise UnsupportedParameter("chat_template", hint)
-    if fields.functions and not fields.must_call and form.tools is None:
-        raise InvalidRequest(
-            'tool_choice "auto" requires a parser of tool calls, and this server was started with '
-            '--tool-call-parser none; use tool_choice "required", or name a function',
-            param="tool_choice",
-        )

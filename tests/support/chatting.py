@@ -132,7 +132,7 @@ async def prepared(
         prompts = await chat_prompts(fields, model)
     else:
         prompts = await completion_prompts(fields, model)
-    answer = await constrain(fields, prompts, model)
+    answer = await constrain(fields.answer_rules, prompts.reasoning, model)
     return build_generation_request(
         fields, prompts, answer, model, tenant="", arrival_s=0.0, http_id="req"
     )

@@ -20,7 +20,6 @@ from penstock.server.protocol.anthropic import (
     names_of_messages,
 )
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.openai import GenerationFields
 
 router = APIRouter()
 
@@ -32,7 +31,7 @@ async def create_message(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    _, prepared = await prepare(Messages(), await receive(request, CountTokensRequest.parse))
+    prepared = await prepare(Messages(), await receive(request, CountTokensRequest.parse))
     return json_response({"input_tokens": len(prepared.prompt_token_ids[0])})
 
 
@@ -55,7 +54,7 @@ class Messages:
         return names_of_messages()
 
     def writer(
-        self, received: Received[CountTokensRequest], _: GenerationFields, generation: Generation
+        self, received: Received[CountTokensRequest], generation: Generation
     ) -> MessageWriter:
         name = received.model.name
         return MessageWriter(name, generation.usage, lambda: generation.choices[0].stop_string)

@@ -49,13 +49,12 @@ class Completions:
     def writer(
         self,
         received: Received[CompletionRequest],
-        fields: GenerationFields,
         generation: Generation,
     ) -> CompletionWriter:
         return CompletionWriter(
             _head(received.model, generation),
             received.model.encoder.vocabulary,
-            _options(fields, generation),
+            _options(received.fields, generation),
             generation.usage,
         )
 
@@ -77,13 +76,12 @@ class ChatCompletions:
     def writer(
         self,
         received: Received[ChatCompletionRequest],
-        fields: GenerationFields,
         generation: Generation,
     ) -> ChatWriter:
         return ChatWriter(
             _head(received.model, generation),
             received.model.encoder.vocabulary,
-            _options(fields, generation),
+            _options(received.fields, generation),
             generation.usage,
         )
 

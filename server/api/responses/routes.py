@@ -19,7 +19,6 @@ from penstock.server.output.generation import Generation
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.openai import GenerationFields
 from penstock.server.protocol.responses import (
     Item,
     ResponsesRequest,
@@ -41,7 +40,7 @@ async def create_response(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens")
 async def count_input_tokens(request: Request) -> Response:
     received = await receive(request, ResponsesRequest.parse)
-    _, prepared = await prepare(Responses(_store(request)), received)
+    prepared = await prepare(Responses(_store(request)), received)
     num_tokens = len(prepared.prompt_token_ids[0])
     return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
@@ -83,7 +82,6 @@ class Responses:
     def writer(
         self,
         received: Received[ResponsesRequest],
-        _: GenerationFields,
         generation: Generation,
     ) -> ResponseWriter:
         fields, model = received.fields, received.model

@@ -123,8 +123,8 @@ def test_a_reasoning_budget_reaches_only_a_model_that_reasons() -> None:
     thinking = {"type": "adaptive", "budget_tokens": 1024}
     body = {"model": MODEL, "max_tokens": 4, "messages": [USER], "thinking": thinking}
     fields = MessagesRequest.parse(json.dumps(body).encode())
-    assert chat_request(fields, thinks=True).thinking_budget == 1024
-    assert chat_request(fields, thinks=False).thinking_budget is None
+    assert chat_request(fields, thinks=True).answer_rules.thinking_budget == 1024
+    assert chat_request(fields, thinks=False).answer_rules.thinking_budget is None
 
 
 def test_a_budget_for_disabled_reasoning_is_refused() -> None:

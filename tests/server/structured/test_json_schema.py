@@ -13,7 +13,8 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher
 
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
-from penstock.server.structured.constraint import json_schema_grammar
+from penstock.server.structured.constraint import enforced_json
+from penstock.server.structured.grammar import AnswerSyntax, grammar_text
 from penstock.server.structured.json_schema import Unenforceable, enforceable
 from tests.support.paths import DEMO_MODEL
 from tests.support.structured import closed
@@ -118,7 +119,9 @@ def grammars() -> Grammars:
 
 def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
     """Whether the value matches in some order of its properties: the grammar fixes one."""
-    matcher = grammars.compile(json_schema_grammar(schema)).result()
+    grammar = grammar_text(AnswerSyntax(content=enforced_json(schema)))
+    assert grammar
+    matcher = grammars.compile(grammar).result()
     orders = [value]
     if isinstance(value, dict):
         orders = [dict(items) for items in permutations(value.items())]
@@ -258,7 +261,7 @@ def test_long_lists_are_rewritten_or_refused_in_bounded_time(schema: dict[str, A
 
 def test_an_infinity_which_json_can_spell_as_1e999_is_refused() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        json_schema_grammar({"oneOf": [{"const": float("inf")}, {"const": 1}]})
+        enforced_json({"oneOf": [{"const": float("inf")}, {"const": 1}]})
 
 
 def test_unenforceable_keywords_are_dropped_if_lenient() -> None:

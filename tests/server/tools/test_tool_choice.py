@@ -21,7 +21,8 @@ from penstock.server.protocol.responses import (
     chat_request,
     names_of_responses,
 )
-from penstock.server.tools.native_grammar import can_enforce, native_call_grammar
+from penstock.server.structured.grammar import AnswerSyntax, grammar_text
+from penstock.server.tools.call_syntax import can_enforce, native_calls
 from penstock.server.tools.parsers import MARKUP, ToolFormat, make_tool_parser
 from tests.support.chatting import ADD, QWEN, WEATHER, ask, make_model, prompt_of, request
 from tests.support.paths import ROOT
@@ -85,7 +86,8 @@ def test_calls_enforced_in_the_models_own_format_are_read_back_and_validate(
 ) -> None:
     words = tokenizer(MARKUP if is_special else ())
     special = {text: words.token_to_id(text) or 0 for text in MARKUP} if is_special else {}
-    grammar = native_call_grammar(form, SCHEMAS, special, max_calls=3)
+    calls = native_calls(form, SCHEMAS, special, max_calls=3)
+    grammar = grammar_text(AnswerSyntax(calls=calls)) or ""
     for seed in range(2):
         text = random_text(words, grammar, seed)
         parser = make_tool_parser(form, frozenset(SCHEMAS), schemas=SCHEMAS)
@@ -159,9 +161,9 @@ def test_the_prompt_has_only_the_allowed_tools(tmp_path: Path) -> None:
 
 
 def test_allowed_tools_may_be_required(tmp_path: Path) -> None:
-    fields = request(tools=TOOLS, tool_choice=allowed("required", "add"))
-    assert fields.must_call and [f.name for f in fields.to_call] == ["add"]
-    assert not request(tools=TOOLS, tool_choice=allowed("auto", "add")).must_call
+    rules = request(tools=TOOLS, tool_choice=allowed("required", "add")).call_rules
+    assert rules.must_call and [f.name for f in rules.to_call] == ["add"]
+    assert not request(tools=TOOLS, tool_choice=allowed("auto", "add")).call_rules.must_call
     generation = ask(
         make_model(tmp_path, QWEN), tools=TOOLS, tool_choice=allowed("required", "add")
     )
@@ -193,7 +195,7 @@ def responses(**fields: Any) -> Any:
 def test_responses_accepts_allowed_tools_in_its_own_form() -> None:
     tools = [{"type": "function", "name": name} for name in ("f", "g")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": tools[1:]}
-    assert [f.name for f in responses(tools=tools, tool_choice=choice).to_call] == ["g"]
+    assert [f.name for f in responses(tools=tools, tool_choice=choice).call_rules.to_call] == ["g"]
 
 
 def test_several_reasoning_items_before_an_answer_belong_to_one_turn() -> None:

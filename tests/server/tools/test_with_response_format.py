@@ -1,12 +1,15 @@
 """Tools and a response_format in one request: a call, or an answer in the format."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
-from tests.support.chatting import ADD
+from tests.support.chatting import ADD, QWEN, ask, make_model
 from tests.support.serving import RunningServer
 
 SCHEMA = {
@@ -52,3 +55,17 @@ def test_a_required_call_takes_precedence_over_the_format(server: RunningServer)
 def test_with_tool_choice_none_only_the_format_applies(server: RunningServer) -> None:
     choice = choice_of(server, tool_choice="none")
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+def test_after_its_reasoning_a_model_may_call_in_its_own_format_or_answer(tmp_path: Path) -> None:
+    model = make_model(tmp_path, QWEN, special=("<think>", "</think>"))
+    grammar = ask(model, tools=[ADD], response_format=FORMAT).requests[0].sampling.grammar
+    words = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reads = LLTokenizer(words.to_str(), n_vocab=words.get_vocab_size(), eos_token=[256])
+    for answer in (
+        '{"mood": "sad"}',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}',
+    ):
+        matcher = LLMatcher(reads, grammar)
+        ids = words.encode(f"<think>Hm.</think>\n{answer}").ids
+        assert matcher.validate_tokens(ids) == len(ids), matcher.get_error()
