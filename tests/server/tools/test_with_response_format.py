@@ -59,7 +59,7 @@ def test_with_tool_choice_none_only_the_format_applies(server: RunningServer) ->
 
 def test_after_its_reasoning_a_model_may_call_in_its_own_format_or_answer(tmp_path: Path) -> None:
     model = make_model(tmp_path, QWEN, special=("<think>", "</think>"))
-    grammar = ask(model, tools=[ADD], response_format=FORMAT).requests[0].sampling.grammar
+    grammar = ask(model, tools=[ADD], response_format=FORMAT).requests[0].sampling.grammar or ""
     words = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     reads = LLTokenizer(words.to_str(), n_vocab=words.get_vocab_size(), eos_token=[256])
     for answer in (
