@@ -6,9 +6,10 @@ step reads them.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +18,10 @@ from torch import Tensor
 
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.loaded_model import LoadedModel
-from penstock.engine.memory.tiers.disk_tier import DiskTier
-from penstock.engine.models.lora.store import Adapters
-from penstock.engine.ranks.group import Group
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Sampler, failed_rows
 from penstock.engine.step.executor import block_copies
-from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.model_input import ModelInput
-from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -38,10 +34,15 @@ class CpuExecutor:
 
     def __init__(self, loaded: LoadedModel) -> None:
         info, max_num_seqs = loaded.info, loaded.max_num_seqs
+        self.info, self.tier, self.adapters = info, loaded.tier, loaded.adapters
         self._everyone, self._pipeline = loaded.everyone, loaded.pipeline
-        self.steps_in_flight = loaded.steps_in_flight
+        self._has_stages = info.pipeline_parallel_size > 1
+        self._has_output_layer = self._pipeline.after is None
+        self._is_follower = self._everyone.rank > 0
+        self._steps_in_flight = loaded.steps_in_flight
+        self._launched: deque[_LaunchedStep] = deque()
         self._model, self._native, self._pool = loaded.model, loaded.native, loaded.pool
-        self._tier, self._adapters, self._info = loaded.tier, loaded.adapters, info
+        self.journals = self._pool.journals
         self._build_input, self._grammars = loaded.build_input, loaded.grammars
         max_blocks = -(-info.max_model_len // self._pool.block_size)
         self._token_table = torch.zeros(max_num_seqs, info.max_model_len + 1, dtype=torch.int64)
@@ -56,42 +57,40 @@ class CpuExecutor:
         self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.argmax)
         self._prompts = PromptReader(info.vocab_size, self._model.logits)
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._info.runs_ahead
-
-    @property
-    def journals(self) -> tuple[BlockJournal, ...]:
-        return self._pool.journals
-
-    @property
-    def tier(self) -> DiskTier | None:
-        return self._tier
-
-    @property
-    def adapters(self) -> Adapters:
-        return self._adapters
-
     def prepare(self, request: Request) -> "Future[Any] | None":
-        self._adapters.prepare(request)
+        self.adapters.prepare(request)
         return self._grammars.prepare(request)
 
     def release(self, request_id: RequestId) -> None:
+        if self._launched:  # steps that are yet to be computed may have a row of it
+            self._launched[-1].released.append(request_id)
+            return
         self._grammars.release(request_id)
-        self._adapters.release(request_id)
+        self.adapters.release(request_id)
 
-    def execute(self, batch: ScheduledBatch) -> "Done":
+    def execute(self, batch: ScheduledBatch) -> "_LaunchedStep":
+        self._steps_in_flight.launch()
+        launched = _LaunchedStep(self, batch)
+        self._launched.append(launched)
+        if not self._has_stages:  # else those before this one compute, until it is waited for
+            launched.wait()
+        return launched
+
+    def compute_next(self, launched: "_LaunchedStep") -> SampledTokens:
+        """Computes the oldest step that was launched. Raises RankFailed."""
+        assert launched is self._launched[0], "steps are waited for in the order of their launch"
+        batch = launched.batch
         with torch.inference_mode(), self._in_step(batch):
             self._apply(batch)
-            sampled = self._run(batch)
-        if self._pipeline is not None:
+            sampled = self._computed(batch)
+        if self._has_stages:
             computed_s = self._pipeline.computed_s / self._pipeline.num_stages
             sampled = sampled._replace(computed_s=computed_s)
-        return Done(sampled)
+        self._launched.popleft()
+        self._steps_in_flight.complete()
+        for request_id in launched.released:
+            self.release(request_id)
+        return sampled
 
     def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
         """This rank's part of a step, where it is not rank 0, which samples. sampled: of the steps
@@ -105,22 +104,9 @@ class CpuExecutor:
                 self._compute(batch)
             self._awaited.launched(batch)
 
-    @property
-    def _is_follower(self) -> bool:
-        return self._everyone is not None and self._everyone.rank > 0
-
-    @property
-    def _has_output_layer(self) -> bool:
-        return self._pipeline is None or self._pipeline.after is None
-
-    def _in_step(self, batch: ScheduledBatch) -> AbstractContextManager[None]:
-        everyone = self._everyone
-        return nullcontext() if everyone is None else self._in_step_of(everyone, batch.step)
-
     @contextmanager
-    def _in_step_of(self, everyone: Group, step: int) -> Iterator[None]:
-        of_stage = nullcontext() if self._pipeline is None else self._pipeline.in_step(step)
-        with everyone.doing.in_step(step), of_stage:
+    def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
+        with self._everyone.doing.in_step(batch.step), self._pipeline.in_step(batch.step):
             yield
 
     def _apply(self, batch: ScheduledBatch) -> None:
@@ -134,7 +120,7 @@ class CpuExecutor:
             self._prompt_lengths[slot] = num_prompt_tokens
             if self._has_output_layer:
                 self._prompts.assign(assignment)
-            self._adapters.assign(assignment)
+            self.adapters.assign(assignment)
             if self._is_follower:
                 continue
             self._sampler.assign(slot, sampling, seed)
@@ -148,25 +134,24 @@ class CpuExecutor:
             if copies := block_copies(batch.copies, group):
                 pool.copy(copies)
 
-    def _run(self, batch: ScheduledBatch) -> SampledTokens:
+    def _computed(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:
             return SampledTokens(step=batch.step, token_ids=[])
         step, logits, slots, prompts = self._compute(batch)
-        num_experts = None if self._native is None else self._native.num_experts_read
-        adapter_bytes = self._adapters.num_bytes(batch)
+        done = SampledTokens(
+            step=batch.step,
+            token_ids=[],
+            prompts=prompts,
+            num_experts=None if self._native is None else self._native.num_experts_read,
+            adapter_bytes=self.adapters.num_bytes(batch),
+        )
+        if not slots:
+            return done
         lengths = [
             length
             for length, samples in zip(step.context_lens, batch.samples, strict=True)
             if samples
         ]
-        if not slots:
-            return SampledTokens(
-                step=batch.step,
-                token_ids=[],
-                prompts=prompts,
-                num_experts=num_experts,
-                adapter_bytes=adapter_bytes,
-            )
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
             logits, slots, lengths, self._token_table, prompt_lengths
@@ -175,25 +160,18 @@ class CpuExecutor:
         for slot, length, token_id in zip(slots, lengths, token_ids, strict=True):
             self._tokens[slot, length] = token_id
         constraints = self._grammars.constraints(slots)
-        of_grammars = self._grammars.advance(slots, token_ids, constraints)
-        return SampledTokens(
-            step=batch.step,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            failed=failed_rows(token_ids, of_grammars),
-            prompts=prompts,
-            num_experts=num_experts,
-            adapter_bytes=adapter_bytes,
-        )
+        violated = self._grammars.advance(slots, token_ids, constraints)
+        failed = failed_rows(token_ids, violated)
+        return done._replace(token_ids=token_ids, logprobs=logprobs, failed=failed)
 
     def _compute(
         self, batch: ScheduledBatch
     ) -> tuple[ModelInput, Tensor, list[int], tuple[PromptOutput | None, ...]]:
-        """What the model read; the logits of the rows that sample, their slots, and the outputs of
-        prompts."""
-        block_size = self._info.block_size
+        """Returns the input of the model, the logits of the rows that sample, their slots, and the
+        outputs of prompts."""
+        block_size = self.info.block_size
         step = self._build_input(batch, self._token_table, self._block_tables, block_size)
-        if adapters := self._adapters.runs(batch, step.query_starts):
+        if adapters := self.adapters.runs(batch, step.query_starts):
             step = replace(step, adapters=adapters)
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         if not self._is_follower:
@@ -218,11 +196,16 @@ class CpuExecutor:
         return torch.tensor(values, dtype=torch.int64)
 
 
-class Done:
-    """`PendingTokens` of a step that is complete when `execute` returns."""
+class _LaunchedStep:
+    """`PendingTokens` of a step. released: requests that have ended since it was launched."""
 
-    def __init__(self, sampled: SampledTokens) -> None:
-        self._sampled = sampled
+    def __init__(self, executor: CpuExecutor, batch: ScheduledBatch) -> None:
+        self._executor = executor
+        self._sampled: SampledTokens | None = None
+        self.batch = batch
+        self.released: list[RequestId] = []
 
     def wait(self) -> SampledTokens:
+        if self._sampled is None:
+            self._sampled = self._executor.compute_next(self)
         return self._sampled

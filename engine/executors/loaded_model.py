@@ -11,7 +11,7 @@ from penstock.engine.memory.tiers.pool_bytes import StepsInFlight
 from penstock.engine.models.decoder.model import Model
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.native.model import NativeModel
-from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.group import Group, SoleRank
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.sampler import argmax
@@ -25,7 +25,7 @@ BuildInput = Callable[[ScheduledBatch, Tensor, Tensor, int], ModelInput]
 @dataclass(slots=True, kw_only=True)
 class LoadedModel:
     """native: the same as model where a step is compiled. build_input: as `build_model_input`.
-    argmax: of logits, the likeliest ids. everyone, pipeline: where several ranks compute it."""
+    argmax: of logits, the likeliest ids. everyone, pipeline: the ranks that compute it."""
 
     model: Model
     pool: KVPools
@@ -38,5 +38,5 @@ class LoadedModel:
     native: NativeModel | None = None
     build_input: BuildInput = build_model_input
     argmax: Callable[[Tensor], Tensor] = argmax
-    everyone: Group | None = None
-    pipeline: Pipeline | None = None
+    everyone: Group = field(default_factory=SoleRank)
+    pipeline: Pipeline = field(default_factory=Pipeline)

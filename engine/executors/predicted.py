@@ -44,6 +44,9 @@ class PredictedExecutor:
     num_outside: steps that are outside of what the model was checked on.
     """
 
+    journals = ()
+    adapters = tier = None
+
     def __init__(
         self,
         info: ModelInfo,
@@ -53,7 +56,7 @@ class PredictedExecutor:
         factors: dict[StepClass, float] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._info = info
+        self.info = info
         self._model = model
         self._clock = clock
         self._factors = factors or {}
@@ -64,26 +67,6 @@ class PredictedExecutor:
         self._windows = info.windows
         self.host_s = 0.0
         self.num_outside = 0
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._info.runs_ahead
-
-    @property
-    def adapters(self) -> None:
-        return None
-
-    @property
-    def journals(self) -> tuple[()]:
-        return ()
-
-    @property
-    def tier(self) -> None:
-        return None
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Raises InvalidConfig for what cannot be simulated."""
@@ -96,7 +79,7 @@ class PredictedExecutor:
         pass
 
     def execute(self, batch: ScheduledBatch) -> "PredictedStep":
-        work = work_of(batch, self._windows, self._info.graph_sizes)
+        work = work_of(batch, self._windows, self.info.graph_sizes)
         device_s, host_s = self._times(work)
         rest_s = device_s if self._has_stages else None
         token_ids = [_TOKEN_ID] * work.num_sampled  # there are no drafts among them
@@ -114,7 +97,7 @@ class PredictedExecutor:
 
     def _times(self, work: StepWork) -> tuple[float, float]:
         """Of the device and of the host, in seconds."""
-        kind, amounts = class_of(work), self._info.amounts(work)
+        kind, amounts = class_of(work), self.info.amounts(work)
         device_s, host_s = self._model.time_of(amounts)
         factor = self._factors.get(kind, 1.0)
         if self._random and (error := self._model.errors.get(kind)):

@@ -21,7 +21,12 @@ from typing import Any, NamedTuple
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory
 from penstock.engine.sampling.grammar_table import GrammarTable
-from penstock.engine.step.executor import PendingTokens, block_copies, check_no_adapter
+from penstock.engine.step.executor import (
+    CompletedStep,
+    PendingTokens,
+    block_copies,
+    check_no_adapter,
+)
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.tier import BlockTier
@@ -125,6 +130,8 @@ class ScriptedExecutor:
     below it.
     """
 
+    adapters = None
+
     def __init__(
         self,
         info: ModelInfo,
@@ -137,7 +144,7 @@ class ScriptedExecutor:
         kept: KVMemory | None = None,
         make_tier: Callable[[BlockMemory], BlockTier] | None = None,
     ) -> None:
-        self._info = replace(info, runs_ahead=runs_ahead)
+        self.info = replace(info, runs_ahead=runs_ahead)
         self._paranoid = paranoid
         self._step_s = step_s
         self._next_step_s = 0.0  # in time.monotonic()
@@ -151,35 +158,15 @@ class ScriptedExecutor:
         ]
         # Of the group after those, where there is one.
         self._states = _States([-1] * info.num_states, [0] * info.num_states)
-        self._journals: tuple[BlockJournal, ...] = ()
+        self.journals: tuple[BlockJournal, ...] = ()
         if kept:
             block_bytes = 8 * info.block_size
             shapes = [(1, block_bytes), (1, block_bytes)]
             maps = kept.map([(group.num_blocks, shapes) for group in self._groups])
             self._pools = [_Pool(*(view.cast("Q") for view in each.tensors)) for each in maps]
-            self._journals = tuple(each.journal for each in maps)
-        self._tier = make_tier(_PoolBytes(self._pools, info.block_size)) if make_tier else None
+            self.journals = tuple(each.journal for each in maps)
+        self.tier = make_tier(_PoolBytes(self._pools, info.block_size)) if make_tier else None
         self._slots: dict[int, Slot] = {}
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def runs_ahead(self) -> bool:
-        return self._info.runs_ahead
-
-    @property
-    def adapters(self) -> None:
-        return None
-
-    @property
-    def journals(self) -> tuple[BlockJournal, ...]:
-        return self._journals
-
-    @property
-    def tier(self) -> BlockTier | None:
-        return self._tier
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
@@ -213,7 +200,7 @@ class ScriptedExecutor:
         for row, (slot_id, start, num_tokens, samples) in enumerate(rows):
             slot = self._slots[slot_id]
             self._write(slot, start, num_tokens)
-            if self._info.num_states:
+            if self.info.num_states:
                 self._advance(slot, start, num_tokens, snapshots.get(row, []))
             if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
@@ -226,7 +213,7 @@ class ScriptedExecutor:
             constraints = table.constraints(sampling_slots)
             of_grammars = table.advance(sampling_slots, token_ids, constraints)
             failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
-        return _Done(
+        return CompletedStep(
             SampledTokens(
                 step=batch.step,
                 token_ids=token_ids,
@@ -237,7 +224,7 @@ class ScriptedExecutor:
         )
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        size = self._info.block_size
+        size = self.info.block_size
         for assignment in batch.assignments:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
@@ -285,7 +272,7 @@ class ScriptedExecutor:
     def _sample(self, slot_id: int, length: int) -> int:
         slot = self._slots[slot_id]
         digest = self._digest(slot, length)
-        if self._info.num_states:
+        if self.info.num_states:
             own = slot.tables[len(self._groups)][0]
             assert self._states.lengths[own] == length
             digest = mix(digest, self._states.digests[own])
@@ -333,14 +320,14 @@ class ScriptedExecutor:
 
     def _score(self, slot: Slot, position: int, num_top: int) -> PromptLogprobs:
         """Of the token at `position`, given those before it."""
-        vocab_size = self._info.vocab_size
+        vocab_size = self.info.vocab_size
         best = self._token_at(self._digest(slot, position), position)
         distance = (slot.token_ids[position] - best) % vocab_size
         top = tuple(((best + i) % vocab_size, float(-i)) for i in range(min(num_top, vocab_size)))
         return PromptLogprobs(float(-distance), distance + 1, top)
 
     def _place(self, slot: Slot, position: int, group: int = 0) -> int:
-        size = self._info.block_size
+        size = self.info.block_size
         return slot.tables[group][position // size] * size + position % size
 
     def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
@@ -357,16 +344,6 @@ def _state(digest: int) -> list[float]:
 
 def _floats(values: list[float]) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
-
-
-class _Done:
-    """`PendingTokens` of a step that is complete."""
-
-    def __init__(self, sampled: SampledTokens) -> None:
-        self._sampled = sampled
-
-    def wait(self) -> SampledTokens:
-        return self._sampled
 
 
 def scripted_info(

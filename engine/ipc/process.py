@@ -108,7 +108,7 @@ def serve(
     info = executor.info
     step_model = LiveStepModel(info, first_step_model(config, info))
     # A step that is recorded must have been computed, not only launched.
-    assert not (executor.journals and executor.runs_ahead), executor
+    assert not (executor.journals and info.runs_ahead), executor
     if executor.tier is not None:
         at_end.append(executor.tier.flush)
     events = None if config.kv_events is None else KVEvents(info.block_size)

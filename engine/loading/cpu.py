@@ -80,7 +80,7 @@ class _CpuLoading(Loading):
         self._plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
         self._plan_pool()
         files, memory = self._files_and_memory()
-        place.barrier()  # the memory that is free is divided before anybody takes some
+        place.everyone.barrier()  # the memory that is free is divided before anybody takes some
         available = available_memory_bytes()
         size = self._size_pool(memory)
         quantized = self._quantize(self._num_threads)
@@ -118,10 +118,10 @@ class _CpuLoading(Loading):
         place = self._place
         with self._phases.timed("compile", "loading the step that is compiled for this processor"):
             if not place.is_first:
-                place.barrier()  # rank 0 compiles for all
+                place.everyone.barrier()  # rank 0 compiles for all
             dtype, self._library = _dtype_and_library(self._config, self._divided, self._model_dir)
             if place.is_first:
-                place.barrier()
+                place.everyone.barrier()
         if self._library is None:
             self._make_linear = cpu_linear(dtype, has_experts=self._model.experts is not None)
         return dtype
@@ -168,7 +168,7 @@ class _CpuLoading(Loading):
         """Blocks on the disk. They are of all ranks' pools."""
         place = self._place
         if place.rank_pools:
-            place.barrier()  # so that rank 0 finds all pools
+            place.everyone.barrier()  # so that rank 0 finds all pools
         if files is None:
             return None
         pools = [pool]
@@ -203,7 +203,7 @@ class _CpuLoading(Loading):
         if not place.is_alone:
             computed_by += f" in each of {place.layout.size} processes"
         logger.info("computed by %s", computed_by)
-        place.barrier()  # so that each measures its share
+        place.everyone.barrier()  # so that each measures its share
         with phases.timed("bandwidth", "measuring how fast memory is read"):
             bandwidth = read_bandwidth(BANDWIDTH_PROBE_BYTES)
         with phases.timed("flops", "measuring how fast matrices are multiplied"):

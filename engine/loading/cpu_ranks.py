@@ -7,8 +7,8 @@ from pathlib import Path
 
 from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers, Start, Step
-from penstock.engine.executors.parallel import ParallelExecutor
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.cpu import load_on_cpu
 from penstock.engine.loading.place import Place
@@ -32,7 +32,7 @@ START_TIMEOUT_S = 3600.0
 
 def build_parallel_executor(
     config: EngineConfig, phases: Phases, followers: Followers
-) -> "ParallelExecutor":
+) -> FirstRank[CpuExecutor]:
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     layout = layout_of(config)
     with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
@@ -60,7 +60,7 @@ def build_parallel_executor(
         raise followers.explained(error) from error
     followers.is_waiting = False
     membership.wait_at_most(wait_limit_s(config))
-    return ParallelExecutor(executor, followers, num_stages=layout.num_stages)
+    return FirstRank(executor, followers)
 
 
 def follow_on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:

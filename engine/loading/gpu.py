@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.block_tier import GpuOffload
-from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor
@@ -27,7 +27,7 @@ from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.loading.choices import choose_device, choose_dtype
 from penstock.engine.loading.ledger import Ledger
 from penstock.engine.loading.memory_ran_out import advising
-from penstock.engine.loading.place import ALONE, Place
+from penstock.engine.loading.place import Place
 from penstock.engine.loading.steps import Loading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.gpu_budget import (
@@ -48,7 +48,7 @@ from penstock.engine.models.layers.coded import OnGpu
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases
-from penstock.engine.ranks.torch_ranks import TorchRanks
+from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
@@ -66,14 +66,12 @@ def load_on_gpu(
     model_dir: Path,
     gpu: Gpu | None = None,
     phases: Phases | None = None,
-    ranks: TorchRanks | None = None,
+    ranks: TorchRanks | SoleDevice = SOLE_DEVICE,
 ) -> CudaExecutor:
     """Loads, measures, captures. ranks: that have a part of the model each. Raises InvalidConfig
     for what does not fit, or no such GPU."""
     gpu, phases = gpu or CudaGpu(choose_device(config.device)), phases or Phases()
-    place = ALONE
-    if ranks is not None:
-        place = Place(ranks.layout, ranks.rank, ranks.tensor, ranks.everyone, least=ranks.least)
+    place = Place(ranks.layout, ranks.rank, ranks.tensor, ranks.everyone, least=ranks.least)
     with advising(config, phases), _naming_limits(gpu):
         loading = _GpuLoading(config, model_dir, phases, place, gpu.device, _BLOCK_SIZE)
         return loading.load(gpu, ranks)
@@ -94,15 +92,13 @@ def _naming_limits(gpu: Gpu) -> Iterator[None]:
 
 class _GpuLoading(Loading):
     @torch.inference_mode()
-    def load(self, gpu: Gpu, ranks: TorchRanks | None) -> CudaExecutor:
+    def load(self, gpu: Gpu, ranks: TorchRanks | SoleDevice) -> CudaExecutor:
         config, phases = self._config, self._phases
         self._gpu, self._ranks = gpu, ranks
-        self._pipeline = None if ranks is None else ranks.pipeline
         self._plan_all()
-        if self._pipeline is not None:
-            most = config.scheduler.max_num_batched_tokens
-            shape = max(most, *self._padded_sizes), self._model.hidden_size
-            self._pipeline.allocate(*shape, self._dtype, gpu.device)
+        most = config.scheduler.max_num_batched_tokens
+        shape = max(most, *self._padded_sizes), self._model.hidden_size
+        ranks.pipeline.allocate(*shape, self._dtype, gpu.device)
         self._check_memory(gpu.total_bytes - gpu.used_bytes())
         with phases.timed("bandwidth", "measuring how fast memory is copied"):
             self._bandwidth = gpu.copy_bandwidth()
@@ -166,7 +162,7 @@ class _GpuLoading(Loading):
 
     @property
     def _uses_graphs(self) -> bool:
-        may = self._ranks is None or self._ranks.tensor is None or self._ranks.tensor.is_capturable
+        may = self._ranks.tensor is None or self._ranks.tensor.is_capturable
         return may and not self._config.enforce_eager
 
     @property
@@ -278,7 +274,9 @@ class _GpuLoading(Loading):
             scheduler.max_num_seqs, size.max_model_len, block_size, size.by_group, device
         )
         return CudaExecutor(
-            FusedModel(llama, pool, attention, scheduler.max_num_seqs, self._slots, self._pipeline),
+            FusedModel(
+                llama, pool, attention, scheduler.max_num_seqs, self._slots, self._ranks.pipeline
+            ),
             pool,
             tables,
             self._grammar_table,

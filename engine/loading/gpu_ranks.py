@@ -15,8 +15,9 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
-from penstock.engine.executors.cuda.executor import LaunchedStep
-from penstock.engine.executors.cuda.ranks import CudaRanks, causes, close
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.launched_step import LaunchedStep
+from penstock.engine.executors.first_rank import FirstRank, causes
 from penstock.engine.executors.followers import Followers, Start, Step
 from penstock.engine.loading.cpu_ranks import START_TIMEOUT_S, flags_of, layout_of, wait_limit_s
 from penstock.engine.loading.gpu import load_on_gpu
@@ -42,7 +43,9 @@ _LOOK_S = 0.02
 _STOP_S = 10.0
 
 
-def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers) -> CudaRanks:
+def build_cuda_ranks(
+    config: EngineConfig, phases: Phases, followers: Followers
+) -> FirstRank[CudaExecutor]:
     """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
     model_dir, layout = Path(config.model), layout_of(config)
     check_offload(config)
@@ -54,7 +57,6 @@ def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers)
         followers.begin(config, store, board)
         with causes(followers):
             ranks = _connected(0, layout, store, board, followers)
-    made = None
     try:
         followers.is_waiting = True
         with causes(followers):
@@ -62,11 +64,12 @@ def build_cuda_ranks(config: EngineConfig, phases: Phases, followers: Followers)
             ranks.everyone.barrier()
         followers.is_waiting = False
         ranks.timeout_s = wait_limit_s(config)
-        made = CudaRanks(executor, followers, ranks)
-    finally:
-        if made is None:
-            close(followers, ranks)
-    return made
+        return FirstRank(executor, followers, ranks.close)
+    except BaseException:
+        followers.on_end(lambda _: None)
+        ranks.close()
+        followers.close()
+        raise
 
 
 def follow_on_gpu(

@@ -1,13 +1,13 @@
 """`Place`: which part of a model this process has, among those that compute it together."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gathered import least
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
-from penstock.engine.ranks.group import Group
+from penstock.engine.ranks.group import Group, SoleRank
 from penstock.engine.ranks.layout import ONE_RANK, RankLayout
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.ranks.pipeline import Pipeline
@@ -15,16 +15,16 @@ from penstock.engine.ranks.pipeline import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """rank: of `layout.size`. group: of the ranks that split each layer of this one's stage.
-    pipeline: to the stages beside it, on a CPU. everyone: all ranks of all stages. Each is None
-    where this process is the only one. least: of each number the least that any rank has.
-    rank_pools: see `penstock.engine.loading.rank_pools`."""
+    """rank: of `layout.size`. group: the ranks that split each layer of this one's stage; None
+    where it has them alone. pipeline: to the stages beside it, on a CPU. everyone: all ranks of all
+    stages. least: of each number the least that any rank has. rank_pools: see
+    `penstock.engine.loading.rank_pools`."""
 
     layout: RankLayout = ONE_RANK
     rank: int = 0
     group: Group | None = None
-    everyone: Group | None = None
-    pipeline: Pipeline | None = None
+    everyone: Group = field(default_factory=SoleRank)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     least: Callable[[list[int]], list[int]] = list
     rank_pools: Sequence[int] = ()
 
@@ -51,11 +51,6 @@ class Place:
     def is_first(self) -> bool:
         """Whether it samples, and the others follow it."""
         return self.rank == 0
-
-    def barrier(self) -> None:
-        """Waits until all are here."""
-        if self.everyone is not None:
-            self.everyone.barrier()
 
     def shard(self, whole: ModelConfig) -> Shard:
         """This rank's part of each layer. Raises InvalidConfig."""

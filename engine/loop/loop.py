@@ -196,7 +196,7 @@ class EngineLoop:
             return None
         executing_s = self._clock()
         pending = self._executor.execute(batch)
-        executed_s = 0.0 if self._executor.runs_ahead else self._clock() - executing_s
+        executed_s = 0.0 if self._info.runs_ahead else self._clock() - executing_s
         work = work_of(batch, self._windows, self._info.graph_sizes)
         amounts, predicted_s = None, None
         if self._step_model:
@@ -242,7 +242,7 @@ class EngineLoop:
 
     def _learn(self, launched: _Launched, wait_s: float, host_s: float, *, was_idle: bool) -> None:
         """After the report, so that nobody waits for it."""
-        runs_ahead = self._executor.runs_ahead
+        runs_ahead = self._info.runs_ahead
         if self._step_model is None or launched.amounts is None:
             return
         if runs_ahead and was_idle:

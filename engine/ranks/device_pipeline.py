@@ -14,23 +14,26 @@ A transfer is a broadcast in a group of two, which torch runs in the caller's st
 or receive it would put in another one.
 """
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from penstock.engine.ranks.peers import Peers
+from penstock.engine.ranks.group import Doing
 from penstock.engine.ranks.torch_group import TorchGroup
 
 
+@dataclass(slots=True)
 class DevicePipeline:
     """before, after: of this rank and of that with the same part of the layers in the neighbouring
     stage, the one that sends first; None in the first and in the last stage."""
 
-    def __init__(self, peers: Peers, before: TorchGroup | None, after: TorchGroup | None) -> None:
-        self._peers = peers
-        self.stage = peers.layout.stage_of(peers.rank)
-        self.num_stages = peers.layout.num_stages
-        self.before, self.after = before, after
-        self._arrived: Tensor | None = None
+    stage: int = 0
+    num_stages: int = 1
+    doing: Doing = field(default_factory=Doing)
+    before: TorchGroup | None = None
+    after: TorchGroup | None = None
+    _arrived: Tensor | None = field(default=None, init=False)
 
     def allocate(
         self, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -48,12 +51,12 @@ class DevicePipeline:
         """The states of so many tokens, padding included, after the stage before; nothing in the
         first stage. Raises RankFailed."""
         if self.before is not None:
-            with self._peers.doing.during(f"waiting for stage {self.stage - 1}"):
+            with self.doing.during(f"waiting for stage {self.stage - 1}"):
                 self.before.broadcast(self.arrived(num_tokens))
 
     def send(self, states: Tensor) -> None:
         """Those after this stage: (tokens that the next one receives, hidden_size). Raises
         RankFailed."""
         assert self.after is not None, "the last stage"
-        with self._peers.doing.during(f"waiting for stage {self.stage + 1}"):
+        with self.doing.during(f"waiting for stage {self.stage + 1}"):
             self.after.broadcast(states)

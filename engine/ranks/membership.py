@@ -17,11 +17,11 @@ from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes
 @dataclass(frozen=True, slots=True)
 class Membership:
     """everyone: all ranks. tensor: those that split the layers of this one's stage; None where it
-    has them alone. pipeline: None where there is one stage."""
+    has them alone. pipeline: to the stages beside it."""
 
     everyone: SharedMemoryGroup
     tensor: SharedMemoryGroup | None
-    pipeline: Pipeline | None
+    pipeline: Pipeline
 
     @classmethod
     def join(
@@ -40,33 +40,34 @@ class Membership:
         own = _Own(library, descriptor, layout, link_size, rank, timeout_s, doing)
         everyone = own.group(0, range(layout.size))
         if layout.num_stages == 1:
-            return cls(everyone, everyone, None)
+            return cls(everyone, everyone, Pipeline())
         stage = layout.stage_of(rank)
         before = own.link(stage - 1, stage - 1) if stage > 0 else None
         after = own.link(stage, stage + 1) if stage < layout.num_stages - 1 else None
-        pipeline = Pipeline(stage, layout.num_stages, everyone, doing, before, after)
+        pipeline = Pipeline(stage, layout.num_stages, doing, before, after)
         return cls(everyone, own.tensor_group(stage), pipeline)
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on, for another rank."""
-        self.everyone.timeout_s = timeout_s
-        if self.tensor is not None:
-            self.tensor.timeout_s = timeout_s
+        for group in self._groups:
+            group.timeout_s = timeout_s
         for link in self._links:
             link.timeout_s = timeout_s
 
     def end(self, rank: int) -> None:
         """Ends all waiting of this rank, as that one has ended. May be called in any thread."""
-        self.everyone.end(rank)
-        if self.tensor is not None:
-            self.tensor.end(rank)
+        for group in self._groups:
+            group.end(rank)
         for link in self._links:
             link.end()
 
     @property
+    def _groups(self) -> list[SharedMemoryGroup]:
+        return [group for group in (self.everyone, self.tensor) if group is not None]
+
+    @property
     def _links(self) -> list[Link]:
-        pipeline = self.pipeline
-        links = (pipeline.before, pipeline.after) if pipeline is not None else ()
+        links = (self.pipeline.before, self.pipeline.after)
         return [link for link in links if link is not None]
 
 

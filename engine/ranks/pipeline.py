@@ -1,4 +1,4 @@
-"""`Pipeline`: what a rank knows of the stages of a model, where it has more than one."""
+"""`Pipeline`: what a rank knows of the stages of a model, which may be a single one."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,25 +8,24 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from penstock.engine.ranks.group import Doing, Group
+from penstock.engine.ranks.group import Doing
 from penstock.engine.ranks.link import Link
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """everyone: the ranks of all stages. before, after: to the rank with the same part of the
-    layers in the neighbouring stages; None in the first and in the last.
+    """before, after: to the rank with the same part of the layers in the neighbouring stages; None
+    in the first and in the last.
 
     A step is computed within `in_step`; computed_s is then the time that it took in this stage and
     in those before, without waiting for them.
     """
 
-    stage: int
-    num_stages: int
-    everyone: Group
-    doing: Doing
-    before: Link | None
-    after: Link | None
+    stage: int = 0
+    num_stages: int = 1
+    doing: Doing = field(default_factory=Doing)
+    before: Link | None = None
+    after: Link | None = None
     computed_s: float = field(default=0.0, init=False)
     _step: int = field(default=0, init=False)
     _began_s: float = field(default=0.0, init=False)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from penstock.engine.ranks.board import Board
 from penstock.engine.ranks.device_pipeline import DevicePipeline
-from penstock.engine.ranks.group import Doing
-from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.group import SoleRank
+from penstock.engine.ranks.layout import ONE_RANK, RankLayout
 from penstock.engine.ranks.peers import Peers
 from penstock.engine.ranks.rendezvous import Rendezvous
 from penstock.engine.ranks.torch_group import Event, TorchGroup, wait_for
@@ -42,7 +42,7 @@ _SETTINGS = {
 
 class TorchRanks:
     """One for a process. everyone: all ranks. tensor: those that split the layers of this one's
-    stage; None where it has them alone. pipeline: None where there is one stage."""
+    stage; None where it has them alone. pipeline: to the stages beside it."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TorchRanks:
         self._groups = [self.everyone]
         _warm_up(self.everyone, device)
         self.tensor: TorchGroup | None = self.everyone
-        self.pipeline: DevicePipeline | None = None
+        self.pipeline = DevicePipeline()
         if layout.num_stages > 1:
             self.tensor, self.pipeline = self._join_stage()
 
@@ -97,10 +97,6 @@ class TorchRanks:
             for group in self._groups:
                 limit = timedelta(seconds=seconds)
                 dist.distributed_c10d._set_pg_timeout(limit, group.process_group)
-
-    @property
-    def doing(self) -> Doing:
-        return self._peers.doing
 
     def at(self, step: int, phase: str) -> None:
         """Tells the other ranks where this one is. step: of the scheduler, or 0."""
@@ -179,7 +175,9 @@ class TorchRanks:
         for each in (tensor, before, after):
             if each is not None:
                 _warm_up(each, self._device)
-        return tensor, DevicePipeline(self._peers, before, after)
+        return tensor, DevicePipeline(
+            layout.stage_of(self.rank), layout.num_stages, self._peers.doing, before, after
+        )
 
     def _new_group(self, members: Sequence[int]) -> TorchGroup | None:
         """None where this rank is not in it."""
@@ -193,6 +191,30 @@ class TorchRanks:
 
     def _group(self, members: Sequence[int], process_group: dist.ProcessGroup | None) -> TorchGroup:
         return TorchGroup(self._peers, members, process_group, self._device, by_nccl=self._by_nccl)
+
+
+class SoleDevice:
+    """`TorchRanks` of one process, which waits for its device alone."""
+
+    rank, layout, tensor = 0, ONE_RANK, None
+
+    def __init__(self) -> None:
+        self.everyone, self.pipeline = SoleRank(), DevicePipeline()
+
+    def at(self, step: int, phase: str) -> None:
+        """Nobody asks where it is."""
+
+    def least(self, numbers: list[int]) -> list[int]:
+        return numbers
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def mean_computed_s(self, step: int, own_s: float) -> float:
+        return own_s
+
+
+SOLE_DEVICE = SoleDevice()
 
 
 def _warm_up(group: TorchGroup, device: torch.device) -> None:

@@ -6,7 +6,7 @@ layer together, bytes, operations and memory are those of one, as a rank 0 that 
 
 from dataclasses import dataclass, replace
 
-from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.loading.description import describe
 from penstock.engine.memory.dtypes import kv_dtype

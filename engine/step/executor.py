@@ -8,6 +8,7 @@ the executor's own token table (see `ScheduledBatch`), where the next step reads
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.engine.config import AdapterSource
@@ -32,19 +33,21 @@ class PendingTokens(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """`PendingTokens` of a step that is complete when `execute` returns."""
+
+    sampled: SampledTokens
+
+    def wait(self) -> SampledTokens:
+        return self.sampled
+
+
 class Executor(Protocol):
     """Runs scheduled batches in order. One thread calls it."""
 
     @property
     def info(self) -> ModelInfo: ...
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the loop should launch the next step before it waits for the last one.
-
-        It costs a step of delay, and gains where the device computes while the host schedules.
-        """
-        ...
 
     @property
     def journals(self) -> Sequence[BlockJournal]:

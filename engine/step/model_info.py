@@ -101,8 +101,9 @@ class ModelInfo:
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
-    quantization: None where weights are as the checkpoint has them. runs_ahead: as the executor's.
-    graph_sizes: to which it pads steps.
+    quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
+    to launch the next step before it waits for the last one, which costs a step of delay, and gains
+    where the device computes while the host schedules. graph_sizes: to which it pads steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.

@@ -16,8 +16,8 @@ from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.executors import cpu
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
-from penstock.engine.executors.parallel import ParallelExecutor
 from penstock.engine.ipc.supervisor import EndCause
 from penstock.engine.loading.cpu_ranks import build_parallel_executor, layout_of
 from penstock.engine.models.config import ModelConfig
@@ -58,14 +58,14 @@ def saved(family: str, path: Path, codes: str | None = None, **options: Any) -> 
     return config
 
 
-def load(executor: CpuExecutor | ParallelExecutor, path: str, name: str) -> str:
+def load(executor: CpuExecutor | FirstRank[CpuExecutor], path: str, name: str) -> str:
     """The id of the adapter that is below the path."""
     source = AdapterSource(name=name, path=f"{path}/{name}")
     return executor.adapters.load(source).result(timeout=60).id
 
 
 def answers(
-    config: EngineConfig, executor: CpuExecutor | ParallelExecutor, num_tokens: int
+    config: EngineConfig, executor: CpuExecutor | FirstRank[CpuExecutor], num_tokens: int
 ) -> list[list[RequestOutput]]:
     """Each request with every adapter, and without one."""
     ids = [None, *(load(executor, config.model, name) for name in ADAPTERS)]
@@ -132,7 +132,7 @@ def test_each_rank_has_its_part_of_an_adapter(tmp_path: Path) -> None:
 
 
 @contextmanager
-def running(config: EngineConfig) -> Iterator[ParallelExecutor]:
+def running(config: EngineConfig) -> Iterator[FirstRank[CpuExecutor]]:
     """With the other ranks in processes."""
     followers = Followers(layout_of(config))
     try:

@@ -21,7 +21,8 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.ranks import CudaRanks
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks, check_stages
@@ -120,7 +121,7 @@ def requests_after_the_graph() -> list[Request]:
 @contextmanager
 def started(
     config: EngineConfig, shares_device: bool, tensor_size: int = 1, num_stages: int = 1
-) -> Iterator[CudaRanks]:
+) -> Iterator[FirstRank[CudaExecutor]]:
     config = replace(config, tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SHARED_DEVICE, "1" if shares_device else "0")

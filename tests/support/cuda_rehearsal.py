@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
-from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.kernels.tables import store_lengths
@@ -35,7 +35,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
-from penstock.engine.ranks.torch_ranks import TorchRanks
+from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
@@ -193,7 +193,11 @@ class Rehearsal:
     """One start, then requests. ranks: of which this is one."""
 
     def __init__(
-        self, gpu: PretendGpu, model_dir: Path, ranks: TorchRanks | None = None, **changes: Any
+        self,
+        gpu: PretendGpu,
+        model_dir: Path,
+        ranks: TorchRanks | SoleDevice = SOLE_DEVICE,
+        **changes: Any,
     ) -> None:
         settings: dict[str, Any] = {
             "model": str(model_dir),
@@ -216,9 +220,8 @@ class Rehearsal:
             num_cohorts=info.pipeline_parallel_size,
             tier=self.tier,
         )
-        self._follows = ranks is not None and ranks.rank > 0
-        pipeline = None if ranks is None else ranks.pipeline
-        self._has_output_layer = pipeline is None or pipeline.after is None
+        self._follows = ranks.rank > 0
+        self._has_output_layer = ranks.pipeline.after is None
         self._launched: deque[tuple[PendingTokens, ScheduledBatch]] = deque()
         self._sampled: list[list[int]] = []
         self._num_requests = 0
@@ -282,7 +285,7 @@ class Rehearsal:
     def give_all_tokens_an_adapter(self) -> None:
         """That of the first slot: none can be loaded into memory without data."""
         max_num_seqs, cpu = self.config.scheduler.max_num_seqs, torch.device("cpu")
-        self.executor._adapters = OneForAll(None, None, torch.bfloat16, cpu, max_num_seqs)
+        self.executor.adapters = OneForAll(None, None, torch.bfloat16, cpu, max_num_seqs)
 
     def finish(self) -> int:
         """Steps until all requests have finished. Returns the number of steps."""
@@ -336,7 +339,8 @@ def rehearse(
             fields = fields | {"num_hidden_layers": num_layers}
             if kinds := fields.get("layer_types"):
                 fields["layer_types"] = (kinds * num_layers)[:num_layers]
-        model_dir, ranks = write_model(Path(directory), **fields), None
+        model_dir = write_model(Path(directory), **fields)
+        ranks: TorchRanks | SoleDevice = SOLE_DEVICE
         if rank is not None and layout is not None:
             config = ModelConfig.from_dir(model_dir)
             num_pools = len(config.kv_layout(config.max_model_len).pools(config.kv_shape, 1, 1))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Step
-from penstock.engine.executors.parallel import ParallelExecutor
 from penstock.engine.loading.cpu_ranks import join, layout_of, link_size
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.rank_pools import rank_pools
@@ -39,7 +39,7 @@ def memberships(config: EngineConfig) -> list[Membership]:
     return made
 
 
-class RankThreads(ParallelExecutor):
+class RankThreads(FirstRank[CpuExecutor]):
     """See `penstock.engine.step.executor.Executor`. Rank 0 computes in the thread that calls it."""
 
     def __init__(
@@ -62,7 +62,7 @@ class RankThreads(ParallelExecutor):
         for rank in self.ranks:
             change(rank)
         followers = FollowerThreads(self.ranks[1:], threads)
-        super().__init__(self.ranks[0], followers, config.pipeline_parallel_size)  # type: ignore[arg-type]
+        super().__init__(self.ranks[0], followers)  # type: ignore[arg-type]
 
 
 class FollowerThreads:
@@ -85,6 +85,12 @@ class FollowerThreads:
     def unload_adapter(self, adapter_id: str) -> None:
         for rank, thread in zip(self._ranks, self._threads[1:], strict=True):
             self._futures.append(thread.submit(rank.adapters.unload, adapter_id))
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        """No process of theirs ends."""
+
+    def check(self) -> None:
+        """None of them fails by itself."""
 
     def explained(self, error: RankFailed) -> Exception:
         """What another rank says of it is not the cause."""

@@ -43,10 +43,6 @@ class Troubled:
         return self._executor.info
 
     @property
-    def runs_ahead(self) -> bool:
-        return self._executor.runs_ahead
-
-    @property
     def adapters(self) -> None:
         return None
 

@@ -146,18 +146,8 @@ class NoSampler:
     def graph_mode(self, slots: list[int]) -> None:
         pass
 
-    def sample_after_graph(
-        self,
-        logits: Tensor,
-        slots: list[int],
-        lengths: list[int],
-        device_slots: Tensor,
-        device_lengths: Tensor,
-        token_table: Tensor,
-    ) -> Tensor:
+    def sample_after_graph(self, logits: Tensor, slots: list[int], *_: object) -> Tensor:
         return self._ids[: len(slots)]
 
-    def logprobs(
-        self, logits: Tensor, slots: list[int], ids: Tensor
-    ) -> list[TokenLogprobs | None] | None:
-        return None
+    def logprobs(self, *_: object) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""The `CudaExecutor` that is measured, or `CudaRanks`, built as the server builds it."""
+"""The `CudaExecutor` that is measured, or the `FirstRank` of several, as the server builds it."""
 
 import os
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.executors.cuda.ranks import CudaRanks
+from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks
@@ -56,7 +56,7 @@ def build_ranks(
     max_model_len: int,
     scheduler: SchedulerConfig,
     enforce_eager: bool = False,
-) -> CudaRanks:
+) -> FirstRank[CudaExecutor]:
     """As `build_executor`, by as many processes as the layout has ranks. Each has a GPU; where
     there are too few, all share one, or Triton's interpreter."""
     if torch.cuda.device_count() < layout.size:

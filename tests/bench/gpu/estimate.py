@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from penstock.engine.executors.cuda.chunk_graphs import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup

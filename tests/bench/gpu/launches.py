@@ -140,7 +140,7 @@ class Model:
         store_sampled(_empty(size), device_step.slots, lens, token_table)
 
     def _mixed(self, step: Step, layers: int | None) -> None:
-        """As `ChunkGraphs._run` where the step is padded to a graph, else as
+        """As `ChunkSteps._run` where the step is padded to a graph, else as
         `CudaExecutor._launch`."""
         counts = [*(1 for _ in step.decodes), *(count for count, _ in step.chunks)]
         contexts = [*step.decodes, *(count + before for count, before in step.chunks)]

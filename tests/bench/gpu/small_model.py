@@ -50,7 +50,7 @@ _MIN_EQUAL = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """prompts: their lengths. chunk_sizes: of `ChunkGraphs`."""
+    """prompts: their lengths. chunk_sizes: of `ChunkSteps`."""
 
     prompts: tuple[int, ...]
     output: int

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig, Quantization
-from penstock.engine.executors.cuda.chunk_graphs import ChunkGraphs
+from penstock.engine.executors.cuda.chunk_steps import ChunkSteps
 from penstock.engine.executors.cuda.device import Interpreter
-from penstock.engine.executors.cuda.executor import CudaExecutor, LaunchedStep
+from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.launched_step import LaunchedStep
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -132,7 +133,7 @@ def test_company_preemption_hits_and_samples_are_as_transformers_has_them(tmp_pa
 def test_a_mixtures_steps_are_the_same_padded_to_a_graphs_size(tmp_path: Path) -> None:
     served = Served(tmp_path, "qwen3_5_moe", SMALL)
     executor = served.executor
-    executor._chunk_graphs = ChunkGraphs(executor._model, executor._tables, (6, 12), max_rows=3)
+    executor._chunks = ChunkSteps(executor._model, executor._tables, (6, 12))
     (first,) = served.run(request("a", prompt(17), 2))
     served.run(request("b", [*prompt(17), *ids_of(first), 7], 2), request("c", prompt(5), 2))
 

@@ -104,7 +104,7 @@ class Outcome:
         while self.scheduler.has_work or launched:
             batch = self.scheduler.schedule(0.0)
             pending = executor.execute(batch) if batch else None
-            if not executor.runs_ahead:
+            if not info.runs_ahead:
                 launched, pending = pending, None
             if launched:
                 self.outputs += self.scheduler.update(launched.wait())

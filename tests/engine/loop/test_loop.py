@@ -158,7 +158,7 @@ class TimedExecutor(ScriptedExecutor):
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         self.now_s += 1.0
         self._free_s = max(self._free_s, self.now_s) + 10.0
-        if not self.runs_ahead:
+        if not self.info.runs_ahead:
             self.now_s = self._free_s
         return TimedStep(self, self._free_s, super().execute(batch).wait())
 

@@ -1,8 +1,8 @@
-"""Steps with prefill chunks as CUDA graphs: padded to a few sizes, with any rows.
+"""Steps with prefill chunks: small ones as CUDA graphs, padded to a few sizes, with any rows.
 
 Launching such a step kernel by kernel takes the host some 100 us a layer; up to the sizes here the
 device needs less. So one graph for each number of tokens runs any mix of decodes and chunks, whose
-rows are described by tensors that are written before it runs.
+rows are described by tensors that are written before it runs. The length of larger ones hides it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.cuda.adapter_tiles import TileMemory
+from penstock.engine.executors.cuda.adapter_tiles import TileMemory, tiles_of
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.executors.cuda.state_tiles import StateTileMemory
+from penstock.engine.executors.cuda.state_tiles import tiles_of as state_tiles_of
 from penstock.engine.kernels.tables import gather_chunks, store_lengths
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.step.device_step import DeviceStep
@@ -34,17 +35,15 @@ class ChunkKey(NamedTuple):
     has_adapters: bool
 
 
-class ChunkGraphs:
+class ChunkSteps:
     """Owns the memory that its graphs read their rows from."""
 
-    def __init__(
-        self, model: FusedModel, tables: DeviceTables, sizes: Sequence[int], max_rows: int
-    ) -> None:
-        """sizes: numbers of tokens, ascending; empty turns it off. max_rows: of a step."""
+    def __init__(self, model: FusedModel, tables: DeviceTables, sizes: Sequence[int]) -> None:
+        """sizes: numbers of tokens, ascending; empty for no graphs."""
         self._model = model
         self._tables = tables
-        self._sizes = sizes
-        self._max_rows = max_rows
+        self.sizes = tuple(sizes)
+        self._max_rows = max_rows = tables.padding_slot
         device, largest = tables.lengths.device, max(sizes, default=0)
         self._inputs = torch.zeros(5 * max_rows + 2, dtype=torch.int32, device=device)
         self._split()[0].fill_(tables.padding_slot)
@@ -60,24 +59,26 @@ class ChunkGraphs:
 
     def size_for(self, num_tokens: int) -> int | None:
         """To which so many tokens are padded; None where they are too many."""
-        return next((size for size in self._sizes if size >= num_tokens), None)
+        return next((size for size in self.sizes if size >= num_tokens), None)
 
     def capture(self, on_captured: Callable[[], None]) -> None:
         kinds = (True, False) if self._model.num_adapter_slots else (False,)
-        keys = (ChunkKey(size, kind) for size in reversed(self._sizes) for kind in kinds)
+        keys = (ChunkKey(size, kind) for size in reversed(self.sizes) for kind in kinds)
         self._graphs.capture(keys, on_captured)
 
     def __call__(
         self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The states of all tokens, the slots and the lengths of all rows, each with padding after.
+        """The states of all tokens, the slots and the lengths of all rows; each with padding after,
+        where it is a graph.
 
         query_starts: each row's offset into the tokens, and their number. All three are valid until
         the next call.
         """
-        self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
         size = self.size_for(query_starts[-1])
-        assert size is not None, query_starts
+        if size is None:
+            return self._launch(batch, query_starts, adapters)
+        self._inputs.copy_(self._tables.upload(self._padded(batch, query_starts)))
         if adapters:
             self._tiles.write(adapters, size)
         if self._state_tiles is not None:
@@ -111,8 +112,8 @@ class ChunkGraphs:
         size = key.size
         tables, kv_slots = self._tables, self._kv_slots[:, :size].unbind()
         slots, starts, offsets, chunk_starts, decode_lens = self._split()
-        for of_group, padding in zip(kv_slots, tables.padding_kv_slots, strict=True):
-            of_group.fill_(padding)
+        for places, padding in zip(kv_slots, tables.padding_kv_slots, strict=True):
+            places.fill_(padding)
         num_decodes = min(size, self._max_rows)
         step = DeviceStep(
             token_ids=self._token_ids[:size],
@@ -128,20 +129,53 @@ class ChunkGraphs:
             adapters=self._tiles.read(size) if key.has_adapters else None,
             state_tiles=self._state_tiles.read(size) if self._state_tiles else None,
         )
+        return self._states(step, starts, offsets, size)
+
+    def _launch(
+        self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A step that is launched kernel by kernel, as `__call__`."""
+        tables, num_rows = self._tables, len(batch.slots)
+        values = tables.upload((*batch.slots, *batch.starts, *query_starts))
+        slots, starts, offsets = torch.split(values, [num_rows, num_rows, num_rows + 1])
+        num_tokens = query_starts[-1]
+        token_ids, positions = values.new_empty(2, num_tokens).unbind()
+        shape = len(tables.block_tables), num_tokens
+        kv_slots = values.new_empty(shape, dtype=torch.int64).unbind()
+        has_states = self._state_tiles is not None
+        step = DeviceStep(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slots=kv_slots[0],
+            slots=slots,
+            context_lens=torch.empty_like(slots),
+            num_decodes=batch.num_decodes,
+            chunk_starts=offsets[batch.num_decodes :] - batch.num_decodes,
+            block_tables=tables.block_tables[0],
+            more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
+            adapters=tiles_of(adapters, num_tokens, self._model.num_adapter_slots, tables),
+            state_tiles=state_tiles_of(batch, query_starts, tables) if has_states else None,
+        )
+        return self._states(step, starts, offsets, max(batch.num_tokens)), slots, step.context_lens
+
+    def _states(self, step: DeviceStep, starts: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        """Of all tokens. starts, offsets: of each row, in its sequence and among the tokens.
+        longest: tokens that a row may have."""
+        tables = self._tables
         for each in step.of_groups:
             gather_chunks(
-                slots,
+                step.slots,
                 starts,
                 offsets,
                 tables.token_table,
                 each.block_tables,
                 tables.block_size,
-                size,
+                longest,
                 step.token_ids,
                 step.positions,
                 each.kv_slots,
-                self._context_lens,
+                step.context_lens,
             )
         states = self._model(step)
-        store_lengths(slots, self._context_lens, tables.lengths)
+        store_lengths(step.slots, step.context_lens, tables.lengths)
         return states

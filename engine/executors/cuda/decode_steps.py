@@ -1,0 +1,125 @@
+"""Steps of decodes alone as CUDA graphs, from the gather of their tokens to the sampled ids: padded
+to a few sizes, they read and write per-slot tables alone."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.executors.cuda.adapter_tiles import TileMemory
+from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
+from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
+from penstock.engine.kernels.sample.sampler import Mode
+from penstock.engine.kernels.tables import gather_decodes, store_lengths, store_sampled
+from penstock.engine.models.decoder.fused import FusedModel
+from penstock.engine.step.device_step import DeviceStep
+from penstock.engine.step.model_input import AdapterRun
+
+
+class DecodeKey(NamedTuple):
+    """A graph's. size: of rows. has_adapters: some may have one."""
+
+    size: int
+    mode: Mode
+    has_adapters: bool
+
+
+class DecodeSteps:
+    """Owns the memory that its graphs read their rows from: slots and context_lens are those of
+    the rows of the last step."""
+
+    def __init__(
+        self,
+        model: FusedModel,
+        tables: DeviceTables,
+        sampler: StepSampler | None,
+        *,
+        use_graphs: bool,
+        has_output_layer: bool,
+    ) -> None:
+        """sampler: of the graphs; None where rows are sampled after them. has_output_layer: where
+        states alone are computed, without it."""
+        self._model, self._tables, self._sampler = model, tables, sampler
+        self._has_output_layer = has_output_layer
+        self.sizes = captured_sizes(tables.padding_slot)
+
+        def buffer(dtype: torch.dtype = torch.int32) -> Tensor:
+            return tables.lengths.new_zeros(tables.padding_slot, dtype=dtype)
+
+        self.slots = buffer().fill_(tables.padding_slot)
+        self._token_ids, self._positions, self.context_lens = buffer(), buffer(), buffer()
+        self._kv_slots = [buffer(torch.int64) for _ in tables.block_tables]
+        self._tiles = TileMemory(tables, self.sizes, model.num_adapter_slots)
+        self._written_slots: tuple[int, ...] = ()
+        self._written_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
+        self._graphs = StepGraphs(self._run, tables.lengths.device, enabled=use_graphs)
+
+    def size_for(self, num_rows: int) -> int:
+        """The number to which so many rows are padded."""
+        return next(size for size in self.sizes if size >= num_rows)
+
+    def capture(self, on_captured: Callable[[], None]) -> None:
+        kinds = (True, False) if self._model.num_adapter_slots else (False,)
+        keys = (
+            DecodeKey(size, mode, kind)
+            for size in reversed(self.sizes)
+            for kind in kinds
+            for mode in (GRAPH_MODES[-1:] if self._sampler is None else GRAPH_MODES)
+        )
+        self._graphs.capture(keys, on_captured)
+
+    def __call__(
+        self, slots: tuple[int, ...], adapters: tuple[AdapterRun, ...], mode: Mode
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of one token for each slot, or its states without the output layer; and the
+        sampled ids. Both have as many rows as the graph: (rows, vocab_size or hidden_size)."""
+        size = self.size_for(len(slots))
+        if slots != self._written_slots:
+            padding = (self._tables.padding_slot,) * (len(self.slots) - len(slots))
+            self.slots.copy_(self._tables.upload((*slots, *padding)))
+            self._written_slots = slots
+        if adapters and (size, adapters) != self._written_adapters:
+            self._tiles.write(adapters, size)
+            self._written_adapters = size, adapters
+        return self._graphs(DecodeKey(size, mode, bool(adapters)))
+
+    def _run(self, key: DecodeKey) -> tuple[Tensor, Tensor]:
+        """A whole step of `size` decodes, in memory that does not move: what the graph captures."""
+        size, mode, has_adapters = key
+        tables = self._tables
+        slots, context_lens = self.slots[:size], self.context_lens[:size]
+        kv_slots = [buffer[:size] for buffer in self._kv_slots]
+        step = DeviceStep(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            kv_slots=kv_slots[0],
+            slots=slots,
+            context_lens=context_lens,
+            num_decodes=size,
+            chunk_starts=None,
+            block_tables=tables.block_tables[0],
+            more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
+            adapters=self._tiles.read(size) if has_adapters else None,
+        )
+        for each in step.of_groups:
+            gather_decodes(
+                slots,
+                tables.lengths,
+                tables.token_table,
+                each.block_tables,
+                tables.block_size,
+                step.token_ids,
+                step.positions,
+                each.kv_slots,
+                context_lens,
+            )
+        states = self._model(step)
+        computed = self._model.logits(states) if self._has_output_layer else states
+        store_lengths(slots, context_lens, tables.lengths)
+        if self._sampler is None:
+            return computed, step.token_ids  # which nobody reads
+        ids = self._sampler.sample(computed, slots, context_lens, mode)
+        store_sampled(ids, slots, context_lens, tables.token_table)
+        return computed, ids
