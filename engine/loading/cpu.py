@@ -13,17 +13,18 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
+from penstock.engine.executors.cuda.device import Processor
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.choices import choose_dtype
+from penstock.engine.loading.devices import measure_rates
 from penstock.engine.loading.ledger import Ledger
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.rank_pools import pool_memory, pools_of_others
 from penstock.engine.loading.steps import Loading
 from penstock.engine.loading.weights import most_adapter_bytes
-from penstock.engine.memory.hardware import matmul_flops, read_bandwidth
 from penstock.engine.memory.host import Arena
-from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.machine import available_memory_bytes, num_cores
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize, size_cpu_pool
 from penstock.engine.memory.tiers.block_files import BlockFiles
@@ -57,8 +58,6 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
-# Read once at start for the metrics: larger than any last-level cache we know; it takes 30 ms.
-BANDWIDTH_PROBE_BYTES = 256 * 2**20
 
 
 def load_on_cpu(config: EngineConfig, model_dir: Path, phases: Phases, place: Place) -> LoadedModel:
@@ -68,27 +67,27 @@ def load_on_cpu(config: EngineConfig, model_dir: Path, phases: Phases, place: Pl
             f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
             "on the CPU, which has one implementation of attention; leave the flag out"
         )
-    return _CpuLoading(config, model_dir, phases, place, _CPU, _BLOCK_SIZE).load()
+    return _CpuLoading(config, model_dir, phases, place, Processor(), _BLOCK_SIZE).load()
 
 
 class _CpuLoading(Loading):
     def load(self) -> LoadedModel:
-        config, place, phases = self._config, self._place, self._phases
+        config, place, phases = self.config, self.place, self.phases
         # The server's process shares them: a thread that it interrupts holds up no other.
         self._num_threads = config.num_threads or max(1, num_cores() // place.layout.size)
         dtype = self._choose_library()
-        self._plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
-        self._plan_pool()
+        self.plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
+        self.plan_pool()
         files, memory = self._files_and_memory()
         place.everyone.barrier()  # the memory that is free is divided before anybody takes some
         available = available_memory_bytes()
         size = self._size_pool(memory)
-        quantized = self._quantize(self._num_threads)
-        with self._reading():
+        quantized = self.quantize(self._num_threads)
+        with self.reading():
             llama = self._read(quantized, size)
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            shape, sizes = self._model.kv_shape, (size.by_group, self._block_size)
-            pool = KVPools(shape, self._layout, *sizes, self._kv_type, _CPU, memory)
+            shape, sizes = self.model.kv_shape, (size.by_group, self.block_size)
+            pool = KVPools(shape, self.layout, *sizes, self.kv_type, _CPU, memory)
             steps_in_flight = StepsInFlight()
             tier = self._tier(files, pool, size, steps_in_flight)
             native = self._native(llama, pool)
@@ -97,8 +96,8 @@ class _CpuLoading(Loading):
             model=native or llama,
             pool=pool,
             info=self._info(llama, size, products, quantized),
-            adapters=self._adapters(*(() if native is None else (native.packed_adapter,))),
-            grammars=self._grammars(),
+            adapters=self.adapters(*(() if native is None else (native.packed_adapter,))),
+            grammars=self.grammars(),
             max_num_seqs=config.scheduler.max_num_seqs,
             tier=tier,
             steps_in_flight=steps_in_flight,
@@ -109,55 +108,55 @@ class _CpuLoading(Loading):
         if native is not None and self._library is not None:
             loaded.build_input, loaded.argmax = partial(gather_input, self._library), native.argmax
         if place.group:
-            loaded.model = GatheredModel(loaded.model, place.group, self._whole.vocab_size)
+            loaded.model = GatheredModel(loaded.model, place.group, self.whole.vocab_size)
         self._log_ledger(size, available)
         return loaded
 
     def _choose_library(self) -> torch.dtype:
         """The compiled step, where there is one, and the type of the weights."""
-        place = self._place
-        with self._phases.timed("compile", "loading the step that is compiled for this processor"):
+        place = self.place
+        with self.phases.timed("compile", "loading the step that is compiled for this processor"):
             if not place.is_first:
                 place.everyone.barrier()  # rank 0 compiles for all
-            dtype, self._library = _dtype_and_library(self._config, self._divided, self._model_dir)
+            dtype, self._library = _dtype_and_library(self.config, self.divided, self.model_dir)
             if place.is_first:
                 place.everyone.barrier()
         if self._library is None:
-            self._make_linear = cpu_linear(dtype, has_experts=self._model.experts is not None)
+            self.make_linear = cpu_linear(dtype, has_experts=self.model.experts is not None)
         return dtype
 
     def _files_and_memory(self) -> tuple[BlockFiles | None, KVMemory | None]:
         """The files of blocks, and the memory that the pool is in, where these are given."""
-        config, place = self._config, self._place
-        identity = self._identity(self._library and Path(self._library._name).name)
+        config, place = self.config, self.place
+        identity = self.identity(self._library and Path(self._library._name).name)
         files = block_files(config, identity) if place.is_first else None
         memory = None
         if place.rank_pools:
             memory = pool_memory(place.rank_pools, place.rank)
-        elif config.kv_memory is not None and place.is_alone and self._layout.state is None:
+        elif config.kv_memory is not None and place.is_alone and self.layout.state is None:
             memory = KVMemory(config.kv_memory, identity, files.key if files else None)
         return files, memory
 
     def _size_pool(self, memory: KVMemory | None) -> PoolSize:
         size = size_cpu_pool(
-            self._config,
-            self._largest_pools,
-            weight_bytes=self._num_weight_bytes,
-            max_model_len=self._model.max_model_len,
+            self.config,
+            self.largest_pools,
+            weight_bytes=self.num_weight_bytes,
+            max_model_len=self.model.max_model_len,
             memory=memory,
-            num_ranks=self._place.layout.size,
+            num_ranks=self.place.layout.size,
         )
-        return self._least(size)
+        return self.least(size)
 
     def _read(self, quantized: Quantized | None, size: PoolSize) -> LlamaModel:
-        llama = self._read_weights(
+        llama = self.read_weights(
             quantized,
             self._num_threads,
             # An arena where weights stay as they are read, and are not packed.
-            partial(torch.empty if self._library is None else Arena().empty, dtype=self._dtype),
+            partial(torch.empty if self._library is None else Arena().empty, dtype=self.dtype),
             size.max_model_len,
-            recurrence=_recurrence(self._model, self._num_threads),
-            pipeline=self._place.pipeline,
+            recurrence=_recurrence(self.model, self._num_threads),
+            pipeline=self.place.pipeline,
         )
         torch.set_num_threads(self._num_threads)
         return llama
@@ -166,7 +165,7 @@ class _CpuLoading(Loading):
         self, files: BlockFiles | None, pool: KVPools, size: PoolSize, in_flight: StepsInFlight
     ) -> DiskTier | None:
         """Blocks on the disk. They are of all ranks' pools."""
-        place = self._place
+        place = self.place
         if place.rank_pools:
             place.everyone.barrier()  # so that rank 0 finds all pools
         if files is None:
@@ -176,11 +175,11 @@ class _CpuLoading(Loading):
             pools += pools_of_others(
                 place.rank_pools,
                 place.layout,
-                self._whole,
-                self._longest,
+                self.whole,
+                self.longest,
                 size.by_group,
-                self._block_size,
-                self._kv_type,
+                self.block_size,
+                self.kv_type,
             )
         return disk_tier(files, PoolBytes(pools, in_flight))
 
@@ -198,36 +197,26 @@ class _CpuLoading(Loading):
         self, llama: LlamaModel, size: PoolSize, products: str, quantized: Quantized | None
     ) -> ModelInfo:
         """Measures what the device can do, too."""
-        place, phases = self._place, self._phases
+        place = self.place
         computed_by = f"{products}, {self._num_threads} thread{'s' * (self._num_threads > 1)}"
         if not place.is_alone:
             computed_by += f" in each of {place.layout.size} processes"
         logger.info("computed by %s", computed_by)
         place.everyone.barrier()  # so that each measures its share
-        with phases.timed("bandwidth", "measuring how fast memory is read"):
-            bandwidth = read_bandwidth(BANDWIDTH_PROBE_BYTES)
-        with phases.timed("flops", "measuring how fast matrices are multiplied"):
-            flops = matmul_flops(self._dtype)
-        return self._described(
-            "cpu",
-            llama,
-            size,
-            quantized.info if quantized else None,
-            bandwidth=bandwidth,
-            flops=flops,
-            computed_by=computed_by,
-        )
+        rates = measure_rates(self.gpu, self.dtype, self.phases)
+        rounding = quantized.info if quantized else None
+        return self.described(llama, size, rates, rounding, computed_by)
 
     def _log_ledger(self, size: PoolSize, available: int) -> None:
         """available: bytes of memory, before the weights and the pool took some."""
-        total = total_memory_bytes()
+        total = self.gpu.total_bytes
         Ledger(
             total=total,
             others=total - available,
-            weights=self._num_weight_bytes,
-            kv_pool=size.num_bytes(self._pools),
-            adapters=most_adapter_bytes(self._config.lora, self._model, self._dtype),
-        ).log(size, self._pools)
+            weights=self.num_weight_bytes,
+            kv_pool=size.num_bytes(self.pools),
+            adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
+        ).log(size, self.pools)
 
 
 def _dtype_and_library(

@@ -35,10 +35,9 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 def _scripted_executor(config: EngineConfig) -> Executor:
     from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
     from penstock.engine.hub.implementation import read_model
+    from penstock.engine.loading.grammars import load_grammars
     from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of
     from penstock.engine.memory.tiers.offload import block_files, disk_tier
-    from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
-    from penstock.engine.sampling.grammar_table import GrammarTable
 
     model = read_model(Path(config.model), config.model_impl)
     info = scripted_info(
@@ -47,11 +46,6 @@ def _scripted_executor(config: EngineConfig) -> Executor:
         block_size=config.block_size or 16,
         eos_token_ids=model.eos_token_ids,
     )
-    grammars = Grammars(
-        GrammarCompiler(Path(config.model), info.vocab_size, info.eos_token_ids, config.load_format)
-    )
-    grammars.load_tokenizer()
-    table = GrammarTable(grammars, config.scheduler.max_num_seqs, info.vocab_size)
     identity = identity_of(Path(config.model), info.block_size)
     files = block_files(config, identity)
     kept = None
@@ -59,7 +53,7 @@ def _scripted_executor(config: EngineConfig) -> Executor:
         kept = KVMemory(config.kv_memory, identity, files.key if files else None)
     return ScriptedExecutor(
         info,
-        grammars=table,
+        grammars=load_grammars(config, Path(config.model), info.vocab_size, info.eos_token_ids),
         step_s=config.scripted_step_s,
         kept=kept,
         make_tier=partial(disk_tier, files) if files else None,

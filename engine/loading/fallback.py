@@ -12,22 +12,17 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
-from penstock.engine.executors.cuda.device import CudaGpu, Gpu
+from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Processor
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.loading.choices import choose_device, choose_dtype
-from penstock.engine.loading.cpu import BANDWIDTH_PROBE_BYTES
 from penstock.engine.loading.description import dtype_name
+from penstock.engine.loading.devices import measure_rates, out_of_memory_advice, size_gpu_pool
+from penstock.engine.loading.grammars import load_grammars
 from penstock.engine.loading.ledger import Ledger
-from penstock.engine.loading.memory_ran_out import advising
 from penstock.engine.memory.dtypes import kv_dtype
-from penstock.engine.memory.gpu_budget import MemoryBudget, pool_advice, pool_bytes
-from penstock.engine.memory.hardware import (
-    matmul_flops,
-    peak_bandwidth,
-    peak_flops,
-    read_bandwidth,
-)
-from penstock.engine.memory.machine import available_memory_bytes, num_cores, total_memory_bytes
+from penstock.engine.memory.gpu_budget import MemoryBudget
+from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
+from penstock.engine.memory.machine import num_cores
 from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
 from penstock.engine.memory.pool.kv_pool import (
     KVPool,
@@ -35,7 +30,6 @@ from penstock.engine.memory.pool.kv_pool import (
     PoolSize,
     resolve_max_model_len,
     size_cpu_pool,
-    size_pool,
 )
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.memory.tiers.offload import refuse_offload
@@ -45,8 +39,6 @@ from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases
-from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
-from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
@@ -54,40 +46,32 @@ from penstock.scheduler.errors import InvalidConfig
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-# The scheduler's lists of them cost the host some 50 bytes each.
-_MAX_BLOCKS = 2**20
+_CPU = torch.device("cpu")
 
 
 def load_fallback(
-    config: EngineConfig, model_dir: Path, phases: Phases | None = None, gpu: Gpu | None = None
+    config: EngineConfig, model_dir: Path, phases: Phases | None = None, device: Gpu | None = None
 ) -> LoadedModel:
-    """gpu: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a class
-    that would give wrong answers too."""
+    """device: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a
+    class that would give wrong answers too."""
     _check_flags(config)
     phases = phases or Phases()
-    device = gpu.device if gpu else choose_device(config.device)
-    if gpu is None and device.type == "cuda":
-        gpu = CudaGpu(device)
-    with advising(config, phases), torch.inference_mode():
-        return _FallbackLoading(config, model_dir, phases, gpu, device).load()
+    if device is None:
+        chosen = choose_device(config.device)
+        device = CudaGpu(chosen) if chosen.type == "cuda" else Processor()
+    with out_of_memory_advice(config, phases), torch.inference_mode():
+        return _FallbackLoading(config, model_dir, phases, device).load()
 
 
 class _FallbackLoading:
-    """The state that the steps share. gpu: None on a processor."""
+    """The state that the steps share."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_dir: Path,
-        phases: Phases,
-        gpu: Gpu | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases, device: Gpu) -> None:
         self._config, self._model_dir, self._phases = config, model_dir, phases
-        self._gpu, self._device = gpu, device
+        self._device = device
         self._settings = TransformersConfig.from_dir(model_dir)
         torch.set_num_threads(config.num_threads or num_cores())
-        self._dtype = choose_dtype(config.dtype, device)
+        self._dtype = choose_dtype(config.dtype, device.device)
         self._kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._longest = resolve_max_model_len(config.max_model_len, self._settings.max_model_len)
         self._block_size = config.block_size or _BLOCK_SIZE
@@ -95,7 +79,7 @@ class _FallbackLoading:
 
     def load(self) -> LoadedModel:
         config, phases, settings = self._config, self._phases, self._settings
-        before = self._used_bytes()
+        before = self._device.used_bytes()
         name = settings.architecture
         what = f"transformers reads the weights of {name}, as {dtype_name(self._dtype)}"
         with phases.timed("weights", what):
@@ -113,21 +97,23 @@ class _FallbackLoading:
         with phases.timed("kv_pool", "allocating the pool of keys and values"):
             size = self._size_pool(pools, activations)
             sizes = size.by_group, self._block_size
-            pool = KVPools(model.kv_shape, layout, *sizes, self._kv_type, self._device)
+            pool = KVPools(model.kv_shape, layout, *sizes, self._kv_type, self._device.device)
         by = f"the class {name} of transformers"
         loaded = LoadedModel(
             model=model,
             pool=pool,
             info=self._info(size, by),
-            adapters=Adapters(None, None, self._dtype, self._device, config.scheduler.max_num_seqs),
-            grammars=self._grammars(),
+            adapters=Adapters(None, None, self._dtype, _CPU, config.scheduler.max_num_seqs),
+            grammars=load_grammars(
+                config, self._model_dir, settings.vocab_size, settings.eos_token_ids
+            ),
             max_num_seqs=config.scheduler.max_num_seqs,
         )
         wanted = config.model_impl is ModelImpl.TRANSFORMERS
         why = "--model-impl asks for it" if wanted else "its family has no implementation of ours"
         logger.warning("computed by %s, since %s: slower than ours by several times", by, why)
         Ledger(
-            total=self._gpu.total_bytes if self._gpu else total_memory_bytes(),
+            total=self._device.total_bytes,
             others=before,
             weights=self._weights.num_bytes,
             kv_pool=size.num_bytes(pools),
@@ -137,41 +123,26 @@ class _FallbackLoading:
 
     def _read(self) -> TransformersModel:
         network = load_network(
-            self._settings, self._model_dir, self._dtype, self._device, self._config.load_format
+            self._settings,
+            self._model_dir,
+            self._dtype,
+            self._device.device,
+            self._config.load_format,
         )
         self._weights = WeightCount.of(network)
         return TransformersModel(network, self._longest)
 
-    def _grammars(self) -> GrammarTable:
-        settings = self._settings
-        grammars = Grammars(
-            GrammarCompiler(
-                self._model_dir,
-                settings.vocab_size,
-                settings.eos_token_ids,
-                self._config.load_format,
-            )
-        )
-        grammars.load_tokenizer()
-        return GrammarTable(grammars, self._config.scheduler.max_num_seqs, settings.vocab_size)
-
-    def _used_bytes(self) -> int:
-        """By all processes."""
-        if self._gpu:
-            return self._gpu.used_bytes()
-        return total_memory_bytes() - available_memory_bytes()
-
     def _measured_step(self) -> int | None:
         """The bytes that the largest step takes on a GPU besides weights and pool: at the end of
         the longest sequence, all in one block."""
-        if self._gpu is None:
+        if type(self._device) is Processor:
             return None
-        scheduler, device = self._config.scheduler, self._gpu.device
+        scheduler, gpu = self._config.scheduler, self._device
         max_len = self._longest
         count = min(scheduler.max_num_batched_tokens, max_len)
-        self._gpu.release()
-        used = self._gpu.used_bytes()
-        pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, device)
+        gpu.release()
+        used = gpu.used_bytes()
+        pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, gpu.device)
         at = torch.arange(count)
         self._model(
             ModelInput(
@@ -187,41 +158,26 @@ class _FallbackLoading:
             pool,
         )
         # Torch frees nothing by itself, so this is the peak.
-        activations = max(0, self._gpu.used_bytes() - used)
+        activations = max(0, gpu.used_bytes() - used)
         del pool
-        self._gpu.release()
+        gpu.release()
         return activations
 
     def _size_pool(self, pools: Sequence[GroupPool], activations: int | None) -> PoolSize:
-        config = self._config
-        if self._gpu is None:
+        if activations is None:
             return size_cpu_pool(
-                config,
+                self._config,
                 pools,
                 weight_bytes=0,  # which are no longer free memory
                 max_model_len=self._longest,
             )
-        budget = MemoryBudget(
-            total=self._gpu.total_bytes, used=self._gpu.used_bytes(), reserved=activations or 0
-        )
-        return size_pool(
-            pools,
-            config.scheduler,
-            budget=pool_bytes(config, budget),
-            max_blocks=_MAX_BLOCKS,
-            max_len=self._longest,
-            may_shorten=config.max_model_len is None,
-            advice=pool_advice(config, budget),
-        )
+        total, used = self._device.total_bytes, self._device.used_bytes()
+        budget = MemoryBudget(total=total, used=used, reserved=activations)
+        return size_gpu_pool(self._config, pools, budget, self._longest)
 
     def _info(self, size: PoolSize, computed_by: str) -> ModelInfo:
-        settings, weights = self._settings, self._weights
-        gpu, phases = self._gpu, self._phases
-        with phases.timed("bandwidth", "measuring how fast memory is read"):
-            bandwidth = gpu.copy_bandwidth() if gpu else read_bandwidth(BANDWIDTH_PROBE_BYTES)
-        with phases.timed("flops", "measuring how fast matrices are multiplied"):
-            flops = gpu.matmul_flops(self._dtype) if gpu else matmul_flops(self._dtype)
-        device = gpu.name if gpu else "cpu"
+        settings, weights, device = self._settings, self._weights, self._device.name
+        bandwidth, flops = measure_rates(self._device, self._dtype, self._phases)
         return ModelInfo(
             architecture=settings.family,
             dtype=dtype_name(self._dtype),
@@ -242,7 +198,7 @@ class _FallbackLoading:
             measured_bandwidth_bytes_per_s=bandwidth,
             peak_flops_per_s=peak_flops(device, self._dtype),
             measured_flops_per_s=flops,
-            load_seconds=phases.seconds,
+            load_seconds=self._phases.seconds,
             computed_by=computed_by,
             experts=weights.experts,
             model_impl="transformers",

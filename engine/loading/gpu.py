@@ -25,8 +25,8 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.loading.choices import choose_device, choose_dtype
+from penstock.engine.loading.devices import measure_rates, out_of_memory_advice, size_gpu_pool
 from penstock.engine.loading.ledger import Ledger
-from penstock.engine.loading.memory_ran_out import advising
 from penstock.engine.loading.place import Place
 from penstock.engine.loading.steps import Loading
 from penstock.engine.loading.weights import most_adapter_bytes
@@ -35,11 +35,9 @@ from penstock.engine.memory.gpu_budget import (
     check_adapters,
     check_weights,
     graph_bytes,
-    pool_advice,
-    pool_bytes,
 )
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize, size_pool
+from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.models.at_load.quantize import Quantized
 from penstock.engine.models.decoder.fused import FusedModel, check_parts
 from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
@@ -49,14 +47,11 @@ from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
-from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _BLOCK_SIZE = 64
-# The scheduler's lists of them cost the host some 50 bytes each; no useful model needs more.
-_MAX_BLOCKS = 2**20
 # Reading is bound by the disk and by page faults, so more threads do not help.
 _MAX_LOAD_THREADS = 16
 
@@ -72,9 +67,8 @@ def load_on_gpu(
     for what does not fit, or no such GPU."""
     gpu, phases = gpu or CudaGpu(choose_device(config.device)), phases or Phases()
     place = Place(ranks.layout, ranks.rank, ranks.tensor, ranks.everyone, least=ranks.least)
-    with advising(config, phases), _naming_limits(gpu):
-        loading = _GpuLoading(config, model_dir, phases, place, gpu.device, _BLOCK_SIZE)
-        return loading.load(gpu, ranks)
+    with out_of_memory_advice(config, phases), _naming_limits(gpu):
+        return _GpuLoading(config, model_dir, phases, place, gpu, _BLOCK_SIZE).load(ranks)
 
 
 @contextmanager
@@ -92,23 +86,20 @@ def _naming_limits(gpu: Gpu) -> Iterator[None]:
 
 class _GpuLoading(Loading):
     @torch.inference_mode()
-    def load(self, gpu: Gpu, ranks: TorchRanks | SoleDevice) -> CudaExecutor:
-        config, phases = self._config, self._phases
-        self._gpu, self._ranks = gpu, ranks
+    def load(self, ranks: TorchRanks | SoleDevice) -> CudaExecutor:
+        config, phases, gpu = self.config, self.phases, self.gpu
+        self._ranks = ranks
         self._plan_all()
         most = config.scheduler.max_num_batched_tokens
-        shape = max(most, *self._padded_sizes), self._model.hidden_size
-        ranks.pipeline.allocate(*shape, self._dtype, gpu.device)
+        shape = max(most, *self._padded_sizes), self.model.hidden_size
+        ranks.pipeline.allocate(*shape, self.dtype, gpu.device)
         self._check_memory(gpu.total_bytes - gpu.used_bytes())
-        with phases.timed("bandwidth", "measuring how fast memory is copied"):
-            self._bandwidth = gpu.copy_bandwidth()
-        with phases.timed("flops", "measuring how fast matrices are multiplied"):
-            self._flops = gpu.matmul_flops(self._dtype)
-        quantized = self._quantize(config.num_threads or num_cores(), self._kept)
+        self._rates = measure_rates(gpu, self.dtype, phases)
+        quantized = self.quantize(config.num_threads or num_cores(), self.kept)
         if quantized is not None:
             gpu.release()
         used_before = gpu.used_bytes()
-        with self._reading():
+        with self.reading():
             llama, self._slots = self._read(quantized), self._make_slots()
             self._quantization = None
             if quantized is not None:
@@ -124,14 +115,15 @@ class _GpuLoading(Loading):
             staging = None if self._offload is None else self._offload.staging_bytes
             reserved = activations + graphs + (staging or 0)
             budget = MemoryBudget(total=gpu.total_bytes, used=used, reserved=reserved)
-            size = self._size_pool(budget)
+            pools, longest = self.largest_pools, self.longest
+            size = self.least(size_gpu_pool(config, pools, budget, longest, self._padding_bytes))
             adapters = None
             if self._slots is not None:
-                adapters = self._adapters(self._slots.put, self._slots.free)
+                adapters = self.adapters(self._slots.put, self._slots.free)
             executor = self._executor(llama, size, adapters, use_graphs=self._uses_graphs)
             used = gpu.used_bytes()
         graphs = self._capture(executor, used)
-        pool = size.num_bytes(self._pools) + self._padding_bytes
+        pool = size.num_bytes(self.pools) + self._padding_bytes
         Ledger(
             total=gpu.total_bytes,
             others=max(0, used - weights - self._slot_bytes - pool),
@@ -141,65 +133,65 @@ class _GpuLoading(Loading):
             activations=activations,
             graphs=graphs,
             staging=staging,
-        ).log(size, self._pools)
+        ).log(size, self.pools)
         return executor
 
     def _plan_all(self) -> None:
         """What is to be in the GPU's memory, before any of it is."""
-        config, model, gpu = self._config, self._model, self._gpu
-        check_parts(self._whole)
-        check_experts_on_gpu(self._whole, config.quantization)
+        config, model, gpu = self.config, self.model, self.gpu
+        check_parts(self.whole)
+        check_experts_on_gpu(self.whole, config.quantization)
         kept = kept_on_gpu(model, gpu.device)
-        self._plan_weights(choose_dtype(config.dtype, gpu.device), kept, OnGpu(_META))
-        self._num_weight_bytes += model.table_bytes(self._dtype.itemsize)
-        self._plan_pool()
-        identity = self._identity((gpu.name, config.attention_backend))
-        self._offload = GpuOffload.of(config, self._pools, identity)
+        self.plan_weights(choose_dtype(config.dtype, gpu.device), kept, OnGpu(_META))
+        self.num_weight_bytes += model.table_bytes(self.dtype.itemsize)
+        self.plan_pool()
+        identity = self.identity((gpu.name, config.attention_backend))
+        self._offload = GpuOffload.of(config, self.pools, identity)
         # In each pool, a block for the padding rows of graphs.
-        self._padding_bytes = sum(pool.block_bytes for pool in self._pools)
-        self._grammar_table = self._grammars()
-        self._slot_bytes = most_adapter_bytes(config.lora, model, self._dtype) or 0
+        self._padding_bytes = sum(pool.block_bytes for pool in self.pools)
+        self._grammar_table = self.grammars()
+        self._slot_bytes = most_adapter_bytes(config.lora, model, self.dtype) or 0
 
     @property
     def _uses_graphs(self) -> bool:
         may = self._ranks.tensor is None or self._ranks.tensor.is_capturable
-        return may and not self._config.enforce_eager
+        return may and not self.config.enforce_eager
 
     @property
     def _padded_sizes(self) -> list[int]:
         """The numbers of tokens that steps are padded to."""
-        return [*captured_sizes(self._config.scheduler.max_num_seqs), *CHUNK_SIZES]
+        return [*captured_sizes(self.config.scheduler.max_num_seqs), *CHUNK_SIZES]
 
     @property
     def _num_graphs(self) -> int:
         if not self._uses_graphs:
             return 0
-        num_sizes = len(captured_sizes(self._config.scheduler.max_num_seqs))
-        num_kinds = 1 if self._config.lora is None else 2  # of steps without adapters, and with
-        samples = self._place.group is None and self._place.is_first
+        num_sizes = len(captured_sizes(self.config.scheduler.max_num_seqs))
+        num_kinds = 1 if self.config.lora is None else 2  # of steps without adapters, and with
+        samples = self.place.group is None and self.place.is_first
         num_modes = len(GRAPH_MODES) if samples else 1
         return num_kinds * (num_sizes * num_modes + len(CHUNK_SIZES))
 
     def _check_memory(self, free: int) -> None:
-        dtype, name = str(self._dtype).removeprefix("torch."), self._gpu.name
-        check_weights(name, self._gpu.total_bytes, free, self._num_weight_bytes, dtype)
-        if (lora := self._config.lora) is not None:
-            check_adapters(lora, name, self._slot_bytes, free - self._num_weight_bytes)
+        dtype, name = str(self.dtype).removeprefix("torch."), self.gpu.name
+        check_weights(name, self.gpu.total_bytes, free, self.num_weight_bytes, dtype)
+        if (lora := self.config.lora) is not None:
+            check_adapters(lora, name, self._slot_bytes, free - self.num_weight_bytes)
 
     def _read(self, quantized: Quantized | None) -> LlamaModel:
-        return self._read_weights(
+        return self.read_weights(
             quantized,
-            self._config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
-            partial(torch.empty, dtype=self._dtype, device=self._gpu.device),
-            self._longest,
+            self.config.num_threads or min(_MAX_LOAD_THREADS, num_cores()),
+            partial(torch.empty, dtype=self.dtype, device=self.gpu.device),
+            self.longest,
             maps_tables=False,  # in a file, the kernels could not read it
         )
 
     def _make_slots(self) -> AdapterSlots | None:
-        if (lora := self._config.lora) is None:
+        if (lora := self.config.lora) is None:
             return None
         sizes = lora.max_loras, lora.max_rank
-        return AdapterSlots(self._model, *sizes, self._dtype, self._gpu.device)
+        return AdapterSlots(self.model, *sizes, self.dtype, self.gpu.device)
 
     def _measure_step(self, llama: LlamaModel, used: int) -> int:
         """The bytes that the largest step needs besides weights and pool.
@@ -207,46 +199,33 @@ class _GpuLoading(Loading):
         Runs one, with all its keys and values in a pool of one block; and before it small ones, so
         that no kernel has to be compiled while requests wait.
         """
-        none = (0,) * (len(self._pools) - 1)
-        size = PoolSize(num_blocks=0, max_model_len=self._longest, more_blocks=none)
+        none = (0,) * (len(self.pools) - 1)
+        size = PoolSize(num_blocks=0, max_model_len=self.longest, more_blocks=none)
         self._run_steps(llama, size, None)
         if self._slots is not None:
-            seqs = self._config.scheduler.max_num_seqs
-            self._run_steps(llama, size, OneForAll(None, None, self._dtype, _CPU, seqs))
+            seqs = self.config.scheduler.max_num_seqs
+            self._run_steps(llama, size, OneForAll(None, None, self.dtype, _CPU, seqs))
         # Torch frees nothing by itself, so this is the peak, including the kernels' code.
-        peak = self._gpu.used_bytes()
+        peak = self.gpu.used_bytes()
         gc.collect()
-        self._gpu.release()
+        self.gpu.release()
         return max(0, peak - used)
 
     def _run_steps(self, llama: LlamaModel, size: PoolSize, adapters: Adapters | None) -> None:
         executor = self._executor(llama, size, adapters, use_graphs=False)
-        limits = self._config.scheduler, self._longest, self._block_size, len(self._pools)
-        if self._gpu.device.type == "cuda" and self._longest > 1:
+        limits = self.config.scheduler, self.longest, self.block_size, len(self.pools)
+        if self.gpu.device.type == "cuda" and self.longest > 1:
             for batch in small_steps(*limits):
                 executor.execute(self._with_states(batch)).wait()
         executor.execute(self._with_states(largest_step(*limits))).wait()
 
     def _with_states(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Copies of states besides, where there are any, so that their kernels are compiled."""
-        if self._layout.state is None:
+        if self.layout.state is None:
             return batch
-        copy = BlockCopy(0, 0, group=len(self._pools) - 1)
+        copy = BlockCopy(0, 0, group=len(self.pools) - 1)
         snapshot = StateSnapshot(0, 1, 0)
         return batch._replace(copies=(*batch.copies, copy), snapshots=(snapshot,))
-
-    def _size_pool(self, budget: MemoryBudget) -> PoolSize:
-        config = self._config
-        size = size_pool(
-            self._largest_pools,
-            config.scheduler,
-            budget=pool_bytes(config, budget) - self._padding_bytes,
-            max_blocks=_MAX_BLOCKS,
-            max_len=self._longest,
-            may_shorten=config.max_model_len is None,
-            advice=lambda needed: pool_advice(config, budget)(needed + self._padding_bytes),
-        )
-        return self._least(size)
 
     def _executor(
         self,
@@ -256,19 +235,19 @@ class _GpuLoading(Loading):
         *,
         use_graphs: bool,
     ) -> CudaExecutor:
-        scheduler, device = self._config.scheduler, self._gpu.device
-        block_size = self._block_size
+        scheduler, device = self.config.scheduler, self.gpu.device
+        block_size = self.block_size
         padded = [num_blocks + 1 for num_blocks in size.by_group]
-        shape = self._model.kv_shape
-        pool = KVPools(shape, self._layout, padded, block_size, self._kv_type, device)
+        shape = self.model.kv_shape
+        pool = KVPools(shape, self.layout, padded, block_size, self.kv_type, device)
         attention = make_attention(
-            self._config,
-            self._model.attention_windows(block_size),
-            dtype=self._dtype,
+            self.config,
+            self.model.attention_windows(block_size),
+            dtype=self.dtype,
             device=device,
             max_rows=scheduler.max_num_seqs,
             max_tokens=scheduler.max_num_batched_tokens,
-            has_sinks=any(attention.has_sinks for attention in self._model.attentions),
+            has_sinks=any(attention.has_sinks for attention in self.model.attentions),
         )
         tables = DeviceTables(
             scheduler.max_num_seqs, size.max_model_len, block_size, size.by_group, device
@@ -280,27 +259,17 @@ class _GpuLoading(Loading):
             pool,
             tables,
             self._grammar_table,
-            self._info(llama, size),
+            self.described(llama, size, self._rates, self._quantization),
             max_num_seqs=scheduler.max_num_seqs,
             adapters=adapters,
             use_graphs=use_graphs,
             ranks=self._ranks,
         )
 
-    def _info(self, llama: LlamaModel, size: PoolSize) -> ModelInfo:
-        return self._described(
-            self._gpu.name,
-            llama,
-            size,
-            self._quantization,
-            bandwidth=self._bandwidth,
-            flops=self._flops,
-        )
-
     def _capture(self, executor: CudaExecutor, used: int) -> int:
         """Captures the graphs, and then takes the host's memory for blocks: how many bytes of the
         GPU's the graphs took. used: before."""
-        gpu, phases = self._gpu, self._phases
+        gpu, phases = self.gpu, self.phases
         capturing = f"capturing {self._num_graphs} CUDA graphs"
         with phases.timed("graphs", capturing, total=self._num_graphs, unit="graphs"):
             executor.capture(phases.advance)

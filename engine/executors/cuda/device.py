@@ -1,21 +1,31 @@
-"""A GPU's name, memory, bandwidth and arithmetic rate. Knows nothing of models."""
+"""A device's name, memory, bandwidth and arithmetic rate. Knows nothing of models."""
 
 from typing import Protocol
 
 import torch
 
-from penstock.engine.memory.hardware import copy_bandwidth, gpu_matmul_flops
+from penstock.engine.memory.hardware import (
+    copy_bandwidth,
+    gpu_matmul_flops,
+    matmul_flops,
+    read_bandwidth,
+)
 from penstock.engine.memory.machine import available_memory_bytes, total_memory_bytes
 from penstock.scheduler.errors import InvalidConfig
 
 # Ampere, the first whose matrix units compute bfloat16.
 _MIN_CAPABILITY = (8, 0)
 _LARGEST_PROBE_BYTES = 2**31
+# Larger than any last-level cache we know; it takes 30 ms.
+_HOST_PROBE_BYTES = 256 * 2**20
 
 
 class Gpu(Protocol):
+    """moves_memory: what `bandwidth` measures, as a participle."""
+
     device: torch.device
     name: str
+    moves_memory: str
 
     @property
     def total_bytes(self) -> int: ...
@@ -28,8 +38,8 @@ class Gpu(Protocol):
         """Frees what torch caches."""
         ...
 
-    def copy_bandwidth(self) -> float | None:
-        """Bytes read and written per second, or None where it is not measured."""
+    def bandwidth(self) -> float | None:
+        """Bytes per second, or None where it is not measured."""
         ...
 
     def matmul_flops(self, dtype: torch.dtype) -> float | None:
@@ -39,6 +49,8 @@ class Gpu(Protocol):
 
 class CudaGpu:
     """See `Gpu`."""
+
+    moves_memory = "copied"
 
     def __init__(self, device: torch.device) -> None:
         """Raises InvalidConfig for a GPU that is too old."""
@@ -59,7 +71,8 @@ class CudaGpu:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def copy_bandwidth(self) -> float | None:
+    def bandwidth(self) -> float | None:
+        """Of bytes that are read and written."""
         free = self.total_bytes - self.used_bytes()
         bandwidth = copy_bandwidth(self.device, min(_LARGEST_PROBE_BYTES, free // 4))
         self.release()
@@ -71,14 +84,12 @@ class CudaGpu:
         return flops
 
 
-class Interpreter:
-    """This machine's processor, where Triton's interpreter runs the kernels. See `Gpu`.
-
-    It computes what a GPU would, thousands of times slower: for tests.
-    """
+class Processor:
+    """See `Gpu`."""
 
     device = torch.device("cpu")
-    name = "cpu, by Triton's interpreter"
+    name = "cpu"
+    moves_memory = "read"
 
     @property
     def total_bytes(self) -> int:
@@ -90,7 +101,23 @@ class Interpreter:
     def release(self) -> None:
         """Nothing is cached."""
 
-    def copy_bandwidth(self) -> float | None:
+    def bandwidth(self) -> float | None:
+        return read_bandwidth(_HOST_PROBE_BYTES)
+
+    def matmul_flops(self, dtype: torch.dtype) -> float | None:
+        return matmul_flops(dtype)
+
+
+class Interpreter(Processor):
+    """This machine's processor, where Triton's interpreter runs the kernels.
+
+    It computes what a GPU would, thousands of times slower: for tests.
+    """
+
+    name = "cpu, by Triton's interpreter"
+    moves_memory = "copied"
+
+    def bandwidth(self) -> float | None:
         return None
 
     def matmul_flops(self, dtype: torch.dtype) -> float | None:

@@ -263,7 +263,7 @@ class _Small(Interpreter):
 
 
 class _Broken(Interpreter):
-    def copy_bandwidth(self) -> float | None:
+    def bandwidth(self) -> float | None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 

@@ -102,12 +102,12 @@ def test_on_a_gpu_the_pool_has_what_the_largest_step_leaves(moe: Path) -> None:
             return self.used
 
     config = engine_config(moe, kv_cache_memory_bytes=None, max_model_len=64)
-    info = load_fallback(config, moe, gpu=SmallGpu()).info
+    info = load_fallback(config, moe, device=SmallGpu()).info
     assert info.device == SmallGpu.name
     held = 2**20 * 0.9 - (2**18 + 4 * 2**10) - 2**10
     assert info.num_blocks == held // (info.kv_bytes_per_token * info.block_size)
     with pytest.raises(InvalidConfig, match="set --gpu-memory-utilization to at least"):
-        load_fallback(replace(config, gpu_memory_utilization=0.26), moe, gpu=SmallGpu())
+        load_fallback(replace(config, gpu_memory_utilization=0.26), moe, device=SmallGpu())
 
 
 @pytest.mark.parametrize(
