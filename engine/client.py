@@ -7,110 +7,76 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.config import (
-    ADAPTER_FILES,
-    AdapterSource,
-    AttentionBackend,
-    Device,
-    Dtype,
-    EngineConfig,
-    KVCacheDtype,
-    KVEventsConfig,
-    LoadFormat,
-    LogFormat,
-    LoraConfig,
-    ModelImpl,
-    Quantization,
+    ADAPTER_FILES,  # the files that are read of a LoRA adapter
+    AdapterSource,  # of --lora-modules
+    AttentionBackend,  # --attention-backend
+    Device,  # --device
+    Dtype,  # --dtype
+    EngineConfig,  # all settings
+    KVCacheDtype,  # --kv-cache-dtype
+    KVEventsConfig,  # --kv-events-config
+    LoadFormat,  # --load-format
+    LogFormat,  # --log-format
+    LoraConfig,  # --enable-lora, and what goes with it
+    ModelImpl,  # --model-impl
+    Quantization,  # --quantization
 )
 from penstock.engine.errors import (
-    AdapterRefused,
-    BadGrammar,
-    EngineFailed,
-    QueueFull,
-    RequestEndedEngine,
-    RequestRefused,
+    AdapterRefused,  # a LoRA adapter cannot be loaded
+    BadGrammar,  # a grammar does not compile
+    EngineFailed,  # the engine could not start, or ended
+    QueueFull,  # more answers are waiting than may; has the time to retry after
+    RequestEndedEngine,  # the engine ended twice because of this request
+    RequestRefused,  # the engine did not accept this request
 )
-from penstock.engine.files.gguf.file import is_gguf, model_name
-from penstock.engine.files.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
-from penstock.engine.files.json_file import read_json as read_model_json
-from penstock.engine.files.json_file import read_object as read_model_object
-from penstock.engine.hub.listed_model import ListedModel
-from penstock.engine.hub.model_files import Download, ModelFiles
-from penstock.engine.ipc.adapters import AdapterTable
-from penstock.engine.ipc.client import EngineClient
-from penstock.engine.ipc.streams import OutputStream
-from penstock.engine.ipc.supervisor import EndCause, EngineState
-from penstock.engine.loop.messages import StepReport
-from penstock.engine.process.log_writer import flush_all as flush_logs
-from penstock.engine.process.logs import CLEAR_LINE, is_terminal, printable, say
-from penstock.engine.process.logs import configure as configure_logs
-from penstock.engine.process.logs import fields as log_fields
-from penstock.engine.process.phases import LoadProgress
-from penstock.engine.process.request_ids import new_request_id
-from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
+from penstock.engine.files.gguf.file import (
+    is_gguf,  # whether a path is a GGUF file, which is a model without a directory
+    model_name,  # a GGUF file's
+)
+from penstock.engine.files.gguf.tokenizer import (
+    read_tokenizer as read_gguf_tokenizer,  # a GGUF file's, as a tokenizer.json
+)
+from penstock.engine.files.json_file import (
+    read_json as read_model_json,  # a file of the model; an error names it
+)
+from penstock.engine.files.json_file import (
+    read_object as read_model_object,  # a file of the model that holds an object
+)
+from penstock.engine.hub.listed_model import (
+    ListedModel,
+)  # a model in the hub's cache or a directory
+from penstock.engine.hub.model_files import (
+    Download,  # the files that are not there yet
+    ModelFiles,  # what `open_model` returns
+)
+from penstock.engine.ipc.adapters import AdapterTable  # loads and unloads LoRA adapters
+from penstock.engine.ipc.client import EngineClient  # starts the process, submits requests
+from penstock.engine.ipc.streams import OutputStream  # the outputs of one request
+from penstock.engine.ipc.supervisor import (
+    EndCause,  # what ended an engine process
+    EngineState,  # starting, ready, restarting or dead
+)
+from penstock.engine.loop.messages import StepReport  # what one step computed, for metrics
+from penstock.engine.process.log_writer import flush_all as flush_logs  # before os._exit
+from penstock.engine.process.logs import (
+    CLEAR_LINE,  # begins a line that is drawn again
+    is_terminal,  # whether a line on it may be drawn again
+    printable,  # escapes control characters
+    say,  # prints for a person
+)
+from penstock.engine.process.logs import (
+    configure as configure_logs,  # sets level, format and the current request's id
+)
+from penstock.engine.process.logs import fields as log_fields  # what a line has beside its message
+from penstock.engine.process.phases import LoadProgress  # the phase of the start, and how far it is
+from penstock.engine.process.request_ids import new_request_id  # from the HTTP request's id
+from penstock.engine.step.model_info import (
+    LoadedAdapter,  # a LoRA adapter that requests may name
+    ModelInfo,  # the loaded model: sizes, limits, device, peaks
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-__all__ = [  # noqa: RUF022  # in groups
-    # The engine process and its requests.
-    "EngineClient",  # starts the process, submits requests
-    "EngineState",  # starting, ready, restarting or dead
-    "EndCause",  # what ended an engine process
-    "new_request_id",  # from the HTTP request's id
-    "OutputStream",  # the outputs of one request
-    "ModelInfo",  # the loaded model: sizes, limits, device, peaks
-    "AdapterTable",  # loads and unloads LoRA adapters
-    "LoadedAdapter",  # a LoRA adapter that requests may name
-    "LoadProgress",  # the phase of the start, and how far it is
-    "StepReport",  # what one step computed, for metrics
-    # Settings.
-    "EngineConfig",  # all of them
-    "AttentionBackend",  # --attention-backend
-    "Device",  # --device
-    "Dtype",  # --dtype
-    "KVCacheDtype",  # --kv-cache-dtype
-    "KVEventsConfig",  # --kv-events-config
-    "LoadFormat",  # --load-format
-    "ModelImpl",  # --model-impl
-    "Quantization",  # --quantization
-    "LogFormat",  # --log-format
-    "LoraConfig",  # --enable-lora, and what goes with it
-    "AdapterSource",  # of --lora-modules
-    "ADAPTER_FILES",  # those that are read of one
-    # Logs, which both processes write alike.
-    "configure_logs",  # sets level, format and the current request's id
-    "log_fields",  # what a line has beside its message
-    "printable",  # escapes control characters
-    "say",  # prints for a person
-    "flush_logs",  # before os._exit
-    "is_terminal",  # whether a line on it may be drawn again
-    "CLEAR_LINE",  # what begins such a line
-    # Errors, whose messages are sentences for a client or an operator.
-    "AdapterRefused",  # a LoRA adapter cannot be loaded
-    "EngineFailed",  # the engine could not start, or ended
-    "QueueFull",  # more answers are waiting than may; has the time to retry after
-    "RequestEndedEngine",  # the engine ended twice because of this request
-    "RequestRefused",  # the engine did not accept this request
-    "BadGrammar",  # a grammar does not compile
-    # The model's files.
-    "open_model",  # from a path or hub id to a directory or GGUF file, checked
-    "ModelFiles",  # what it returns
-    "Download",  # of what is not there yet
-    "cached_models",  # those in the hub's cache, and which can be served
-    "models_in",  # those in a directory
-    "ListedModel",  # one of them
-    "shown_size",  # bytes as people read them
-    "read_model_json",  # one of them; an error names it
-    "read_model_object",  # one that holds an object
-    "load_dummy_tokenizer",  # for dummy weights without a tokenizer
-    "is_gguf",  # whether a path is a GGUF file, which is a model without a directory
-    "model_name",  # of one
-    "read_gguf_tokenizer",  # of one, as a tokenizer.json
-    # Structured output.
-    "GrammarCompiler",  # compiles grammars for one model
-    "load_grammar_compiler",  # makes one
-]
 
 
 class GrammarCompiler(Protocol):
