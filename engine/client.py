@@ -43,8 +43,8 @@ from penstock.engine.files.json_file import (
     read_object as read_model_object,  # a file of the model that holds an object
 )
 from penstock.engine.hub.listed_model import (
-    ListedModel,
-)  # a model in the hub's cache or a directory
+    ListedModel,  # a model in the hub's cache or a directory
+)
 from penstock.engine.hub.model_files import (
     Download,  # the files that are not there yet
     ModelFiles,  # what `open_model` returns
