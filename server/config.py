@@ -3,14 +3,13 @@
 It knows the settings and their limits, not the packages that use them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from penstock.engine.client import EngineConfig, LogFormat
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
-from penstock.server.observability.metrics_alias import MetricsAlias
 
 MIB = 1 << 20
 
@@ -38,6 +37,12 @@ class DuringRestart(StrEnum):
 
     REFUSE = "refuse"  # status 503, so that a load balancer asks another server
     WAIT = "wait"  # they wait as in a full server, with the same limit
+
+
+class MetricsAlias(StrEnum):
+    """Another server whose names the metrics are also shown under."""
+
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +83,7 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    pooler: PoolerConfig = PoolerConfig()
     has_page: bool = True
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT

@@ -21,7 +21,7 @@ from penstock.engine.client import (
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
 from penstock.server.announcement import announce_failure, announce_ready, url_of
-from penstock.server.config import DuringRestart, ServeConfig
+from penstock.server.config import DuringRestart, MetricsAlias, ServeConfig
 from penstock.server.errors import ModelNotFound, NotServing
 from penstock.server.loading import (
     download_weights,
@@ -76,7 +76,8 @@ class Service:
         self.config = config
         self._make_engine = make_engine
         self.metrics = Metrics(
-            config.server.served_model_names[0], alias=config.server.metrics_alias
+            config.server.served_model_names[0],
+            has_vllm_names=config.server.metrics_alias is MetricsAlias.VLLM,
         )
         endpoint = config.server.otlp_traces_endpoint
         self.request_log = RequestLog(is_at_info=config.server.log_requests)

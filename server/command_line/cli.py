@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.scheduler.errors import PenstockError
 from penstock.server.command_line.health_check import check, flags_of_container
 from penstock.server.command_line.health_check import make_parser as make_health_parser
-from penstock.server.flags.flag_values import FlagParser, set_defaults
+from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.flags.serve_flags import add_serve_flags
 from penstock.server.observability.version import version

@@ -16,7 +16,7 @@ from penstock.loadtest.simulate.cli import make_parser as make_simulate_parser
 from penstock.loadtest.top.cli import make_parser as make_top_parser
 from penstock.server.command_line.health_check import make_parser as make_health_parser
 from penstock.server.command_line.model_list import make_parser as make_models_parser
-from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.flag_parser import FlagParser
 from penstock.server.ray.flags import make_parser as make_ray_parser
 
 SHELLS = ("bash", "zsh", "fish")

@@ -5,7 +5,7 @@ import ssl
 import sys
 from pathlib import Path
 
-from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.flag_parser import FlagParser
 from penstock.server.flags.serve_flags import add_serve_flags
 
 # Docker gives a check five seconds.

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.engine.client import ListedModel, cached_models, models_in, shown_size
 from penstock.scheduler.errors import PenstockError
 from penstock.server.config import PoolerConfig
-from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.flag_parser import FlagParser
 from penstock.server.output.pooling import Pooler
 from penstock.server.prompt.tokenizer import GenerationDefaults
 

@@ -1,26 +1,21 @@
-"""How flags get their values: numbers with suffixes, `PENSTOCK_*` variables, `--config` files, and
-one line for what is wrong. It knows no flag by name but those of vLLM that we lack."""
+"""How the texts of flags become values, and values what a config holds."""
 
 import argparse
 import contextlib
-import difflib
 import json
+import math
 import re
-from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
-import yaml
 
-from penstock.engine.client import AdapterSource, KVCacheDtype, KVEventsConfig
+from penstock.engine.client import AdapterSource, KVCacheDtype, KVEventsConfig, Quantization
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import Pooling
+from penstock.server.config import PoolerConfig
 
-ENVIRONMENT_PREFIX = "PENSTOCK_"
-# A key in a variable is one key, with whatever characters; other lists are words.
-_API_KEY = "api_key"
-_EXIT_USAGE = 2  # as argparse exits
-_TYPES = {int: "a whole number", float: "a number"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As in vLLM: 4k is 4,000 and 4K is 4,096.
 _FACTORS = {
@@ -28,36 +23,28 @@ _FACTORS = {
     **{"k": 10**3, "m": 10**6, "g": 10**9},
     **{"K": 2**10, "M": 2**20, "G": 2**30},
 }
-# Flags of vLLM that a command line may bring along: not needed here, or not supported.
-VLLM_FLAGS = {
-    "--enable-auto-tool-choice": "tool calls are parsed without it; leave it out",
-    "--enable-chunked-prefill": "prefill is always chunked; leave it out",
-    "--no-enable-chunked-prefill": "prefill is always chunked; leave it out",
-    "--disable-log-stats": "metrics cost little and are always on; leave it out",
-    "--disable-log-requests": "requests are logged only with --log-requests; leave it out",
-    "--no-enable-log-requests": "requests are logged only with --log-requests; leave it out",
-    "--enable-log-outputs": "texts are never logged; leave it out",
-    "--max-log-len": "texts are never logged; leave it out",
-    "--disable-uvicorn-access-log": "requests are logged only with --log-requests; leave it out",
-    "--enable-request-id-headers": "each answer has an x-request-id; leave it out",
-    "--trust-remote-code": "no code of a model is run; leave it out",
-    "--swap-space": "preempted sequences are recomputed, not swapped; leave it out",
-    "--max-logprobs": "the limit is 20; leave it out",
-    "--uvicorn-log-level": "use --log-level",
-    "--async-scheduling": "the scheduler runs ahead of a GPU by itself; leave it out",
-    "--seed": "send a seed with each request; leave it out",
-    "--data-parallel-size": "start one server for each replica, or penstock ray",
-    "--max-cpu-loras": "all adapters stay in memory, as many as --max-loras; leave it out",
-    "--lora-dtype": "adapters are in the type of --dtype; leave it out",
-    "--fully-sharded-loras": "adapters are computed by one rank; leave it out",
-    "--speculative-config": "speculative decoding is not supported",
-    "--guided-decoding-backend": "structured output is always on; leave it out",
-    "--limit-mm-per-prompt": "models of text alone are supported; leave it out",
-    "--tokenizer": "the tokenizer is read from the model's directory",
-    "--revision": "download the revision first, and name its directory",
-    "--cpu-offload-gb": "weights are not offloaded",
+_GROUPS = "int8 has a scale for each 32 weights"
+_INSTEAD = "use " + " or ".join(Quantization)
+# Values of vLLM's --quantization, by what vLLM does with them.
+_VLLM_AT_LOAD = {
+    "int8_per_channel_weight_only": f"{_GROUPS}, not one a channel: use int8, which loses less",
+    "fp8_per_channel": "use fp8, which has a scale for each row",
+    **dict.fromkeys(
+        (
+            "fp8_per_tensor",
+            "fp8_per_block",
+            "nvfp4_per_token",
+            "mxfp8",
+            "online",
+        ),
+        _INSTEAD,
+    ),
 }
-# Of --kv-cache-dtype. Our codes have a scale for each token and head, whatever they are called.
+_VLLM_STORED = (
+    *("awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "modelopt"),
+    *("modelopt_fp4", "bitsandbytes", "mxfp4", "gguf", "torchao", "quark", "auto-round"),
+)
+# vLLM's names. Our codes have a scale for each token and head, whatever they are called.
 _KV_CACHE_ALIASES = {
     "fp8_e4m3": "fp8",
     "fp8_per_token_head": "fp8",
@@ -96,14 +83,8 @@ def kv_events_config(text: str) -> KVEventsConfig | None:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     if not found.enable_kv_cache_events or found.publisher == "null":
         return None
-    return KVEventsConfig(
-        endpoint=found.endpoint,
-        replay_endpoint=found.replay_endpoint,
-        buffer_steps=found.buffer_steps,
-        hwm=found.hwm,
-        max_queue_size=found.max_queue_size,
-        topic=found.topic,
-    )
+    values = msgspec.structs.asdict(found)
+    return KVEventsConfig(**{each.name: values[each.name] for each in fields(KVEventsConfig)})
 
 
 def lora_module(text: str) -> AdapterSource:
@@ -150,146 +131,70 @@ def kv_cache_dtype(text: str) -> KVCacheDtype:
     return KVCacheDtype(name)
 
 
-class Extend(argparse.Action):
-    """As argparse's "extend", but the first values replace the default, as with other flags."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        given = [] if before is self.default else before
-        setattr(namespace, self.dest, [*given, *values])
-
-
-class FlagParser(argparse.ArgumentParser):
-    """Reports what is wrong in one line, with the flag that was probably meant."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_USAGE, f"penstock: error: {message}; see {self.prog} --help\n")
-
-    def parse_args(  # type: ignore[override]
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            parser = self._commands().get(getattr(options, "command", ""), self)
-            parser.error(parser._explained(unknown[0].partition("=")[0]))
-        return options
-
-    def _commands(self) -> "dict[str, FlagParser]":
-        found = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
-        return {name: parser for action in found for name, parser in action.choices.items()}
-
-    def _explained(self, unknown: str) -> str:
-        if unknown in VLLM_FLAGS:
-            return f"{unknown} is a flag of vLLM; {VLLM_FLAGS[unknown]}"
-        if not unknown.startswith("-"):
-            return f"unexpected argument {unknown!r}"
-        near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-        return f"unknown flag {unknown}" + (f"; did you mean {near[0]}?" if near else "")
+def quantization(text: str) -> Quantization:
+    with contextlib.suppress(ValueError):
+        return Quantization(text)
+    supported = " or ".join(Quantization)
+    why = f"it must be {supported}"
+    if text in _VLLM_AT_LOAD:
+        why = f"of vLLM's formats at load none is supported; {_VLLM_AT_LOAD[text]}"
+    elif text in _VLLM_STORED:
+        why = (
+            "it names how a checkpoint was quantized, which config.json says; leave it out, or "
+            f"use {supported} with an unquantized checkpoint"
+        )
+    raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {why}")
 
 
-def set_defaults(
-    parser: argparse.ArgumentParser, environment: Mapping[str, str], config: Path | None
-) -> None:
-    """Defaults of flags: a `PENSTOCK_*` variable, else the config file, else the parser's own.
-
-    config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig.
-    """
-    actions = _by_name(parser)
-    for name, value in (_read_config(config, actions) if config else {}).items():
-        where = f"{config}: {name.replace('_', '-')}"
-        parser.set_defaults(**{actions[name].dest: _converted(actions[name], value, where)})
-    for name, action in actions.items():
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        if text := environment.get(variable):  # an empty one is how a compose file leaves it out
-            values = text.split() if action.nargs and name != _API_KEY else text
-            parser.set_defaults(**{action.dest: _converted(action, values, variable)})
-
-
-def _by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Each flag by all of its names, as `max_model_len`, but not by the name that negates it."""
-    return {
-        flag.removeprefix("--").replace("-", "_"): action
-        for action in parser._actions
-        for flag in action.option_strings
-        if flag.startswith("--") and not isinstance(action, argparse._HelpAction)
-        if not (isinstance(action, argparse.BooleanOptionalAction) and flag.startswith("--no-"))
-    }
-
-
-def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
-    """By name, as `max_model_len`; without those that are null, which says nothing."""
-    values = _parse(path)
-    if not isinstance(values, dict):
-        raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
-    by_name = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
-    for name in by_name:
-        if name not in actions or name == "config":
-            flags = [each.replace("_", "-") for each in actions]
-            near = difflib.get_close_matches(name.replace("_", "-"), flags, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InvalidConfig(f"--config {path} has an unknown flag, {name!r}{hint}")
-    return {name: value for name, value in by_name.items() if value is not None}
-
-
-def _parse(path: Path) -> Any:
+def json_list(text: str) -> list[str]:
+    """vLLM's form of these flags."""
     try:
-        text = path.read_text(encoding="utf-8")
-        with contextlib.suppress(ValueError):  # PyYAML refuses JSON that is indented with tabs
-            return json.loads(text)
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InvalidConfig(
-            f"--config {path}{line} is not valid YAML: {error.problem or error.context}"
-        ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InvalidConfig(f"--config {path} cannot be read: {reason}") from error
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError:
+        raise argparse.ArgumentTypeError(
+            f'{text} is not a JSON list of strings; write it like ["*"]'
+        ) from None
 
 
-def _converted(action: argparse.Action, value: Any, name: str) -> Any:
-    """As the command line converts it. name: where the value comes from, for the error."""
-    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
-        return _as_bool(value, name)
-    if action.nargs is None and isinstance(value, list | dict):
-        value = json.dumps(value)  # a flag that takes JSON
-    values = value if isinstance(value, list) else [value]
-    convert: Any = action.type or str
+def pooler_config(text: str) -> PoolerConfig:
+    """vLLM's form of this flag."""
     try:
-        converted = [convert(str(each)) for each in values]
-    except (argparse.ArgumentTypeError, InvalidConfig) as error:
-        raise InvalidConfig(f"{name} cannot be {value!r}: {error}") from error
-    except ValueError as error:
-        must = _TYPES.get(convert, convert.__name__)
-        raise InvalidConfig(
-            f"{name} cannot be {value!r}; it must be {must}{_hint(value)}"
+        values = json.loads(text)
+        pooling, normalize = values.pop("pooling_type", None), values.pop("normalize", None)
+        if values or not (normalize is None or isinstance(normalize, bool)):
+            raise ValueError
+        return PoolerConfig(
+            pooling=None if pooling is None else Pooling(pooling.lower()), normalize=normalize
+        )
+    except (ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text} must be like {{"pooling_type": "MEAN", "normalize": true}}; pooling_type is '
+            "LAST or MEAN, and there are no other keys"
         ) from error
-    for each in converted:
-        if action.choices is not None and each not in action.choices:
-            named = ", ".join(map(str, action.choices))
-            raise InvalidConfig(f"{name} cannot be {value!r}; choose from {named}")
-    return converted if action.nargs else converted[0]
 
 
-def _hint(value: Any) -> str:
-    if not str(value).startswith("tcp://"):
-        return ""
-    return (
-        ". Kubernetes sets this variable in each pod beside a Service named penstock, unless the "
-        "pod has enableServiceLinks: false"
-    )
+def gib(count: float, flag: str) -> int:
+    """Returns bytes. Raises InvalidConfig."""
+    if not 0 < count < math.inf:
+        raise InvalidConfig(f"{flag} is {count:g}; it must be more than 0, and finite")
+    return int(count * 2**30)
 
 
-def _as_bool(value: Any, name: str) -> bool:
-    text = str(value).lower()
-    if text in ("1", "true", "yes"):
-        return True
-    if text in ("0", "false", "no"):
-        return False
-    raise InvalidConfig(f"{name} must be true or false, not {value!r}")
+def only_key(file: Path, flag: str) -> str:
+    """Returns the one key in a file. Raises InvalidConfig."""
+    keys = keys_in(file, flag)
+    if len(keys) > 1:
+        raise InvalidConfig(f"{flag} {file} has {len(keys)} keys; write one")
+    return keys[0]
+
+
+def keys_in(file: Path, flag: str) -> list[str]:
+    """Returns at least one key. Raises InvalidConfig."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{flag} {file} cannot be read: {error}") from error
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise InvalidConfig(f"{flag} {file} contains no key; write one per line")
+    return keys

@@ -32,7 +32,6 @@ from penstock.server.observability.histograms import (
     Histogram,
     HistogramFamily,
 )
-from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.predictions import Predictions
 from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
 from penstock.server.observability.tier import tier_metrics
@@ -69,8 +68,8 @@ class RequestTimes:
 class Metrics:
     """Everything that `/metrics` shows. Used on the event loop only."""
 
-    def __init__(self, model_name: str = "", alias: MetricsAlias | None = None) -> None:
-        """alias: another server, under whose names the metrics are shown in addition."""
+    def __init__(self, model_name: str = "", *, has_vllm_names: bool = False) -> None:
+        """has_vllm_names: the metrics are shown under vLLM's names in addition."""
         self.ttft = Histogram(REQUEST_SECONDS)
         self.tpot = Histogram(STEP_SECONDS)
         self._itl = Histogram(STEP_SECONDS)
@@ -91,7 +90,7 @@ class Metrics:
         self._responses: Counter[HttpResponses] = Counter()
         self.model: ModelInfo | None = None
         self._model_name = model_name
-        self._alias = alias
+        self._has_vllm_names = has_vllm_names
         self._step_time = {kind: Histogram(STEP_SECONDS) for kind in StepClass}
         self._batch_size = Histogram(SIZES)
         self._step_tokens = Histogram(SIZES)
@@ -108,8 +107,8 @@ class Metrics:
         self._recent = RecentSteps()
         self._client: EngineClient | None = None
         self._histograms = self._own_histograms()
-        if alias:
-            self._histograms += histograms_renamed(self._histograms, alias, model_name)
+        if has_vllm_names:
+            self._histograms += histograms_renamed(self._histograms, model_name)
         self._renderer = Renderer()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -232,10 +231,9 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at a scrape: all metrics except histograms."""
-        if not self._alias:
+        if not self._has_vllm_names:
             return self._own()
         theirs = metrics_of_vllm_alone(
-            self._alias,
             self._model_name,
             self.model,
             {
@@ -245,7 +243,7 @@ class Metrics:
             self._responses,
             self.num_waiting,
         )
-        return chain(with_vllm_names(self._own(), self._alias, self._model_name), theirs)
+        return chain(with_vllm_names(self._own(), self._model_name), theirs)
 
     def _own(self) -> Iterator[Metric]:
         yield from self._counters()

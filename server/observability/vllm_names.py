@@ -18,7 +18,6 @@ from prometheus_client.samples import Sample
 
 from penstock.engine.client import ModelInfo
 from penstock.server.observability.histograms import HistogramFamily
-from penstock.server.observability.metrics_alias import MetricsAlias
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {
@@ -64,11 +63,8 @@ class HttpResponses(NamedTuple):
     status: int
 
 
-def histograms_renamed(
-    own: Iterable[HistogramFamily], alias: MetricsAlias, model_name: str
-) -> list[HistogramFamily]:
+def histograms_renamed(own: Iterable[HistogramFamily], model_name: str) -> list[HistogramFamily]:
     """Those of our histograms that vLLM has too, under its names."""
-    assert alias is MetricsAlias.VLLM, alias
     labels = _labels(model_name)
     return [
         HistogramFamily(
@@ -81,11 +77,8 @@ def histograms_renamed(
     ]
 
 
-def with_vllm_names(
-    metrics: Iterable[Metric], alias: MetricsAlias, model_name: str
-) -> Iterator[Metric]:
+def with_vllm_names(metrics: Iterable[Metric], model_name: str) -> Iterator[Metric]:
     """All of our metrics, followed by those that vLLM has too, under its names."""
-    assert alias is MetricsAlias.VLLM, alias
     own = list(metrics)
     yield from own
     labels = _labels(model_name)
@@ -95,7 +88,6 @@ def with_vllm_names(
 
 
 def metrics_of_vllm_alone(
-    alias: MetricsAlias,
     model_name: str,
     model: ModelInfo | None,
     prompt_tokens: Mapping[str, float],
@@ -103,7 +95,6 @@ def metrics_of_vllm_alone(
     num_waiting: int,
 ) -> Iterator[Metric]:
     """vLLM's metrics whose labels differ from ours. prompt_tokens: by source."""
-    assert alias is MetricsAlias.VLLM, alias
     labels = _labels(model_name)
     by_source = CounterMetricFamily(
         "vllm:prompt_tokens_by_source",

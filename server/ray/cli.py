@@ -10,7 +10,7 @@ from types import FrameType
 from penstock.engine.client import say
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.config import ServeConfig
-from penstock.server.flags.flag_values import set_defaults
+from penstock.server.flags.flag_parser import set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.ray import environment
 from penstock.server.ray.flags import Scale, make_parser, scale_of

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from penstock.engine.client import Device
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.flags.flag_values import FlagParser
+from penstock.server.flags.flag import Flag, add_flags, config_of
+from penstock.server.flags.flag_parser import FlagParser
 from penstock.server.flags.serve_flags import add_serve_flags
 
 # A scale-down is in no hurry, unlike the end of a single server.
@@ -34,6 +35,31 @@ class Scale:
             raise InvalidConfig("--num-cpus and --num-gpus must not be negative")
 
 
+_FLAGS = (
+    Flag(
+        "--num-replicas N",
+        "replicas, each with an engine of its own; the fewest with --max-replicas",
+        default=1,
+    ),
+    Flag(
+        "--max-replicas N",
+        "replicas are added and removed with the load, up to this many (default: as "
+        "--num-replicas)",
+    ),
+    Flag(
+        "--num-cpus N",
+        "what Ray reserves for a replica, and the threads of its engine on a CPU unless "
+        "--num-threads is given (default: %(default)g)",
+        default=1.0,
+    ),
+    Flag(
+        "--num-gpus N",
+        "what Ray reserves for a replica (default: 1 if the cluster has any and --device is "
+        "not cpu)",
+    ),
+)
+
+
 def make_parser() -> FlagParser:
     parser = FlagParser(
         prog="penstock ray",
@@ -41,37 +67,7 @@ def make_parser() -> FlagParser:
         "Ray cluster that RAY_ADDRESS names. A request goes to the replica that has most of its "
         "prompt cached, unless that has too much to do. It takes the flags of penstock serve too.",
     )
-    group = parser.add_argument_group("replicas")
-    group.add_argument(
-        "--num-replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="replicas, each with an engine of its own; the fewest with --max-replicas (default: "
-        "%(default)s)",
-    )
-    group.add_argument(
-        "--max-replicas",
-        type=int,
-        metavar="N",
-        help="replicas are added and removed with the load, up to this many (default: as "
-        "--num-replicas)",
-    )
-    group.add_argument(
-        "--num-cpus",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="what Ray reserves for a replica, and the threads of its engine on a CPU unless "
-        "--num-threads is given (default: %(default)g)",
-    )
-    group.add_argument(
-        "--num-gpus",
-        type=float,
-        metavar="N",
-        help="what Ray reserves for a replica (default: 1 if the cluster has any and --device is "
-        "not cpu)",
-    )
+    add_flags(parser.add_argument_group("replicas"), _FLAGS, [Scale])
     add_serve_flags(parser)
     parser.set_defaults(shutdown_timeout=_DRAIN_S)
     return parser
@@ -84,10 +80,8 @@ def scale_of(options: argparse.Namespace) -> Scale:
             "--ssl-certfile cannot be combined with penstock ray: HAProxy takes the connections; "
             "put a proxy with the certificate before it"
         )
-    most = options.max_replicas
-    return Scale(
-        num_replicas=options.num_replicas,
-        max_replicas=options.num_replicas if most is None else most,
-        num_cpus=options.num_cpus,
-        num_gpus=0.0 if Device(options.device) is Device.CPU else options.num_gpus,
-    )
+    if options.max_replicas is None:
+        options.max_replicas = options.num_replicas
+    if Device(options.device) is Device.CPU:
+        options.num_gpus = 0.0
+    return config_of(Scale, _FLAGS, options)

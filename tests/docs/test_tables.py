@@ -35,7 +35,7 @@ def flags() -> list[argparse.Action]:
 def test_the_help_of_every_flag_says_what_it_does_and_its_default(flag: argparse.Action) -> None:
     what, default = split(flag)
     assert what and default
-    if flag.default and not isinstance(flag.default, bool | list) and flag.type is not None:
+    if flag.default and not isinstance(flag.default, bool | tuple) and flag.type is not None:
         assert default.startswith(str(flag.default)) or flag.dest == "pooler_config"
 
 

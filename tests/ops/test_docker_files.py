@@ -13,7 +13,6 @@ import yaml
 
 from penstock.server.config import ServerConfig
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.ray import environment
 from tests.support.image import IMAGES
 from tests.support.paths import ROOT
@@ -168,7 +167,7 @@ def test_the_inference_pool_selects_the_pods_and_their_port(tmp_path: Path) -> N
     assert pool["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
     assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
     assert container["args"][-2:] == ["--metrics-alias", "vllm"]
-    text = Metrics(MODEL, alias=MetricsAlias.VLLM).text().decode()
+    text = Metrics(MODEL, has_vllm_names=True).text().decode()
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
         assert f"# TYPE vllm:{name} gauge" in text
 

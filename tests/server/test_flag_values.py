@@ -11,7 +11,8 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.command_line import cli
 from penstock.server.command_line.cli import main
 from penstock.server.config import ServeConfig
-from penstock.server.flags.flag_values import VLLM_FLAGS, FlagParser, set_defaults, size
+from penstock.server.flags.flag_parser import VLLM_FLAGS, FlagParser, set_defaults
+from penstock.server.flags.flag_values import size
 from penstock.server.flags.serve_flags import add_serve_flags
 
 

@@ -20,7 +20,6 @@ from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.output.choice import Choice
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
 from tests.support.known_hardware import on_known_hardware
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> int:
 
 def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, float]:
     """Microseconds of CPU."""
-    metrics, aliased = _used("model", None), _used("model", MetricsAlias.VLLM)
+    metrics, aliased = _used(has_vllm_names=False), _used(has_vllm_names=True)
     choices = [_choice(metrics) for _ in range(num_sequences)]
     reports = [_report(step, num_sequences) for step in range(1, num_steps + 1)]
 
@@ -95,9 +94,9 @@ def measure(num_sequences: int, num_steps: int, num_rounds: int) -> dict[str, fl
     return best
 
 
-def _used(model_name: str, alias: MetricsAlias | None) -> Metrics:
+def _used(*, has_vllm_names: bool) -> Metrics:
     """With every metric that a server has, for every class of steps."""
-    metrics = Metrics(model_name, alias)
+    metrics = Metrics("model", has_vllm_names=has_vllm_names)
     metrics.on_ready(on_known_hardware())
     metrics.on_response("/v1/completions", "POST", 200)
     for histogram in (metrics.ttft, metrics.latency, metrics.tpot, metrics.decode_time):

@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from penstock.server.observability.exposition import Renderer
 from penstock.server.observability.histograms import STEP_SECONDS, Gaps, Histogram, HistogramFamily
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.metrics_alias import MetricsAlias
 from tests.support.known_hardware import on_known_hardware
 
 VALUES = st.floats() | st.integers(-(10**12), 10**12) | st.floats(0, 20)
@@ -122,7 +121,7 @@ def test_grouped_gaps_are_counted_as_if_each_were_observed_alone(
 
 
 def test_prometheus_clients_parser_reads_back_the_whole_scrape() -> None:
-    metrics = Metrics('a "model"\n', MetricsAlias.VLLM)
+    metrics = Metrics('a "model"\n', has_vllm_names=True)
     metrics.on_ready(on_known_hardware())
     metrics.on_response("/v1/completions", "POST", 200)
     metrics.ttft.observe(0.123)

@@ -22,7 +22,6 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, GroupBlocks, SchedulerStats, StepClass
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.metrics_alias import MetricsAlias
 from penstock.server.observability.step_window import RecentSteps
 from penstock.server.observability.version import checkout_commit
 from tests.support.scheduling import make_request
@@ -477,7 +476,7 @@ def test_kv_cache_usage_under_vllms_name_is_the_share_of_used_blocks(server: Run
 
 
 def test_kv_cache_usage_is_that_of_the_fullest_pool() -> None:
-    metrics = Metrics("model", MetricsAlias.VLLM)
+    metrics = Metrics("model", has_vllm_names=True)
     metrics._stats = metrics.stats._replace(
         num_used_blocks=10,
         num_free_blocks=90,
