@@ -17,7 +17,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
@@ -66,7 +66,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         *,
-        groups: Iterable[KVGroup | StateGroup],
+        groups: Items[KVGroup | StateGroup],
         block_size: int,
         max_model_len: int,
         step_model: LiveStepModel | None = None,
@@ -82,7 +82,6 @@ class Scheduler:
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
-        groups = tuple(groups)
         _check_fits(groups, block_size, max_model_len)
         self._config = config
         self._max_model_len = max_model_len
@@ -95,17 +94,14 @@ class Scheduler:
         self._decoding: dict[Sequence, None] = {}
         self._requests: dict[RequestId, list[Sequence]] = {}  # those that have not ended
         self._samples: dict[RequestId, list[Sequence]] = {}  # answers 1.. until answer 0 can fork
-        # Sequences that may not run yet, of requests that are not ready: see `add`.
-        self._unready: dict[RequestId, list[Sequence]] = {}
+        self._unready: dict[RequestId, list[Sequence]] = {}  # they may not run yet: see `add`
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, Batch]] = deque()
-        self._step = 0
-        self._order = 0
+        self._step = self._order = 0
         self._prefix_query_tokens = self._prefix_hit_tokens = self._prefix_stateless_tokens = 0
         self._preemptions = self._recomputed_tokens = self._invalid_logits = 0
         self._started: list[Started] = []
-        # Whether a prompt got no blocks for the next of its tokens, in the step being scheduled.
-        self._is_short_of_blocks = False
+        self._is_short_of_blocks = False  # in the step being scheduled, for a prompt's next tokens
 
     # The four verbs.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.engine.memory.host import zeros_on_touch
-from penstock.scheduler.step_model.exchange import Link
+from penstock.scheduler.step_model.analytic import Link
 
 
 def computes_bfloat16(device: torch.device) -> bool:

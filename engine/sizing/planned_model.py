@@ -19,8 +19,7 @@ from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import GraphSizes
-from penstock.scheduler.step_model.analytic import analytic_model
-from penstock.scheduler.step_model.exchange import Exchange
+from penstock.scheduler.step_model.analytic import Exchange, analytic_model
 from penstock.scheduler.step_model.model import StepModel
 
 _BLOCK_SIZE = 64

@@ -9,13 +9,14 @@ share of it that the last answers used is the estimate.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence as Running
 from penstock.scheduler.stats import AttentionWork, StepClass, StepWork
-from penstock.scheduler.step_model.chunk_budget import chunk_budget
+from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
 
-# Of the mean share of max_tokens that answers use, each answer that ends is this share.
+# Each answer that ends is this share of the mean share of max_tokens that answers use.
 _NEW_SHARE = 0.05
 
 
@@ -45,7 +46,7 @@ class AnswerLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """What a request finds. decoding: the sequences that decode. prompt_tokens: of others, to be
+    """A request finds this. decoding: the sequences that decode. prompt_tokens: of others, to be
     computed before its own; prompt_positions: the sum of their positions. num_waiting: sequences
     that get a slot before it. num_blocks: that these and it need of each group of layers.
     num_slots, num_free_blocks: free now, the blocks of each group. has_prefills: the step that runs
@@ -61,25 +62,31 @@ class Ahead:
     has_prefills: bool
 
 
+class Limits(NamedTuple):
+    """Those of a step. floor: see `TimedChunkBudget`. target_s: how long one with decodes may take.
+    num_cohorts: see `Scheduler`; a step passes as many stages, and takes the model's time in each.
+    """
+
+    max_tokens: int
+    max_num_seqs: int
+    floor: int
+    target_s: float | None
+    num_cohorts: int
+
+
 def forecast_ttft_s(
     live: LiveStepModel,
     ahead: Ahead,
     lengths: AnswerLengths,
+    limits: Limits,
     *,
     num_new: int,
     num_cached: int,
-    max_step_tokens: int,
-    max_num_seqs: int,
-    floor: int,
-    step_target_s: float | None,
-    num_cohorts: int = 1,
 ) -> float | None:
-    """num_new, num_cached: of its prompt's tokens, those to be computed and the others.
-    step_target_s: how long a step with decodes may take. num_cohorts: of `Scheduler`; a step passes
-    as many stages, and takes the model's time in each. None where the step model knows too little
-    yet."""
-    num_running = min(max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
-    num_decodes = ceil(num_running / num_cohorts)
+    """num_new, num_cached: of its prompt's tokens, those to be computed and the others. None where
+    the step model knows too little yet."""
+    num_running = min(limits.max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
+    num_decodes = ceil(num_running / limits.num_cohorts)
     mean = _mean([s.num_computed + 1 for s in ahead.decoding], default=num_new + num_cached)
     keys = int(num_decodes * mean)
     decodes = _work(live, keys, num_decodes, 0, 0)
@@ -89,27 +96,31 @@ def forecast_ttft_s(
         return None
     budget = chunk_budget(
         live,
-        step_target_s,
-        max_tokens=max(1, max_step_tokens - num_decodes),
-        floor=floor,
+        limits.target_s,
+        max_tokens=max(1, limits.max_tokens - num_decodes),
+        floor=limits.floor,
         decodes=decodes,
     )
     total = ahead.prompt_tokens + num_new
-    # A chunk in the middle of what is to be computed stands for all.
     positions = ahead.prompt_positions + num_new * (num_cached + num_new // 2)
-    middle = positions // total
-    chunk = max(1, min(total, budget.most(max(0, middle - min(total, max_step_tokens) // 2))))
-    start = max(0, middle - chunk // 2)
+    start, chunk = _middle_chunk(budget, total, positions // total, limits.max_tokens)
     step_s = _predicted(live, _work(live, keys, num_decodes, chunk, start), kind)
     decode_s = _predicted(live, decodes, StepClass.DECODE) if num_decodes else 0.0
     running_s = step_s if ahead.has_prefills else decode_s
     # Half of the step that runs, on average, and all of one that was launched after it.
     rest_s = running_s * (1.5 if live.served.runs_ahead else 0.5)
-    before_s = ahead.prompt_tokens / chunk * step_s
     own_s = max(num_new / chunk, 1.0) * step_s if total > chunk else step_s
-    num_until_room = _steps_until_room(ahead, lengths) * num_cohorts
+    num_until_room = _steps_until_room(ahead, lengths) * limits.num_cohorts
     room_s = num_until_room * (step_s if total > chunk else decode_s)
-    return rest_s + max(before_s, room_s) + own_s + (num_cohorts - 1) * step_s
+    before_s = max(ahead.prompt_tokens / chunk * step_s, room_s)
+    return rest_s + before_s + own_s + (limits.num_cohorts - 1) * step_s
+
+
+def _middle_chunk(budget: ChunkBudget, total: int, middle: int, max_tokens: int) -> tuple[int, int]:
+    """Where a chunk begins that stands for all, as it is in the middle of what is to be computed,
+    and its tokens."""
+    chunk = max(1, min(total, budget.most(max(0, middle - min(total, max_tokens) // 2))))
+    return max(0, middle - chunk // 2), chunk
 
 
 def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float | None:

@@ -9,7 +9,13 @@ from penstock.scheduler.batch import Batch
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import TargetOutOfReach
-from penstock.scheduler.policy.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
+from penstock.scheduler.policy.forecast import (
+    Ahead,
+    AnswerLengths,
+    Limits,
+    forecast_ttft_s,
+    prefill_s,
+)
 from penstock.scheduler.stats import work_of
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -20,7 +26,7 @@ PREFILL_FLOOR = 64
 
 
 class Targets:
-    """Of the server and of its requests. num_out_of_reach: requests refused because of them."""
+    """Targets of the server and of its requests. num_out_of_reach: requests that were refused."""
 
     def __init__(
         self, config: SchedulerConfig, step_model: LiveStepModel | None, num_cohorts: int = 1
@@ -47,10 +53,10 @@ class Targets:
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self._lengths.on_end(sequence)
 
-    # What they allow.
+    # How much they allow.
 
     def chunk_budget(self, batch: Batch, max_tokens: int, num_running: int) -> ChunkBudget:
-        """Of the prompts of a step whose decodes are planned."""
+        """Says how much of prompts a step may run whose decodes are planned."""
         target_s = self._step_target_s(num_running)
         if target_s is None or self._step_model is None or not batch.num_decodes:
             return ChunkBudget(max_tokens)
@@ -89,13 +95,15 @@ class Targets:
             self._step_model,
             ahead,
             self._lengths,
+            Limits(
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+                PREFILL_FLOOR,
+                self._step_target_s(num_running),
+                self._num_cohorts,
+            ),
             num_new=sequence.num_to_compute - num_cached,
             num_cached=num_cached,
-            max_step_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            floor=PREFILL_FLOOR,
-            step_target_s=self._step_target_s(num_running),
-            num_cohorts=self._num_cohorts,
         )
         if predicted_s is None:
             return

@@ -63,41 +63,35 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
     constant = _constant_columns(samples)
     best: tuple[float, StepModel] | None = None
     for knee in KNEES:
-        device: list[list[_Row]] = [
-            [
-                (_without(device_row(s.amounts, knee), constant), s.device_s)
-                for s in fold
-                if s.device_s is not None
-            ]
-            for fold in folds
+        starts = [
+            StepModel(device=device, host=host_fit, knee=knee, runs_ahead=runs_ahead)
+            for device, host_fit in zip(_device_fits(folds, knee, constant), host_fits, strict=True)
         ]
-        device_fits = _fits(device, len(DEVICE_UNITS))
-        models = [
-            _corrected(
-                StepModel(device=d, host=h, knee=knee, runs_ahead=runs_ahead),
-                [s for other, fold in enumerate(folds) if other != number for s in fold],
-            )
-            for number, (d, h) in enumerate(zip(device_fits, host_fits, strict=True))
-        ]
-        errors = _errors(folds, models[:-1])
+        # One without each fold, and one with all of them.
+        seen = [[s for fold in folds if fold is not left for s in fold] for left in (*folds, None)]
+        *models, whole = map(_corrected, starts, seen)
+        errors = _errors(folds, models)
         score = sum(error.mape for error in errors.values()) / len(errors)
         # A knee must earn its place: noise alone makes one of eight look a little better.
         if best is None or score < 0.99 * best[0]:
-            whole = models[-1]
-            model = StepModel(
-                device=whole.device,
-                host=whole.host,
-                knee=knee,
-                runs_ahead=runs_ahead,
-                corrections=whole.corrections,
-                errors=errors,
-                covered={
-                    kind: ranges_of(steps) for kind, steps in _amounts_by_class(samples).items()
-                },
-            )
-            best = (score, model)
+            best = (score, replace(whole, errors=errors))
     assert best is not None
-    return best[1]
+    covered = {kind: ranges_of(steps) for kind, steps in _amounts_by_class(samples).items()}
+    return replace(best[1], covered=covered)
+
+
+def _device_fits(
+    folds: list[list[StepSample]], knee: int, constant: set[int]
+) -> list[tuple[float, ...]]:
+    rows: list[list[_Row]] = [
+        [
+            (_without(device_row(s.amounts, knee), constant), s.device_s)
+            for s in fold
+            if s.device_s is not None
+        ]
+        for fold in folds
+    ]
+    return _fits(rows, len(DEVICE_UNITS))
 
 
 def _corrected(model: StepModel, samples: Sequence[StepSample]) -> StepModel:

@@ -8,8 +8,8 @@ import pytest
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.fit import MIN_STEPS, TooFewSteps, errors_on, fit
 from penstock.scheduler.step_model.least_squares import NormalEquations
+from penstock.scheduler.step_model.live import OnlineFit
 from penstock.scheduler.step_model.model import StepModel
-from penstock.scheduler.step_model.online import OnlineFit
 from tests.support.made_up_steps import KNEE, known_model, made_up_amounts, made_up_steps
 
 

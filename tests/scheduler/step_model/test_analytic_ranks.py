@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import Amounts
-from penstock.scheduler.step_model.analytic import analytic_model
-from penstock.scheduler.step_model.exchange import Exchange, Link
+from penstock.scheduler.step_model.analytic import Exchange, Link, analytic_model
 from penstock.scheduler.step_model.model import StepModel
 
 # Llama-3.1-70B in bfloat16 on H100s.
