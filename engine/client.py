@@ -42,11 +42,9 @@ from penstock.engine.files.json_file import (
 from penstock.engine.files.json_file import (
     read_object as read_model_object,  # a file of the model that holds an object
 )
-from penstock.engine.hub.listed_model import (
-    ListedModel,  # a model in the hub's cache or a directory
-)
 from penstock.engine.hub.model_files import (
     Download,  # the files that are not there yet
+    ListedModel,  # a model in the hub's cache or a directory
     ModelFiles,  # what `open_model` returns
 )
 from penstock.engine.ipc.adapters import AdapterTable  # loads and unloads LoRA adapters

@@ -38,7 +38,6 @@ class Batch:
         self.snapshots: list[StateSnapshot] = []
 
     def scheduled(self, step: int) -> ScheduledBatch:
-        """The frozen copy that the executor gets."""
         return ScheduledBatch(
             step=step,
             assignments=tuple(self.assignments),

@@ -1,4 +1,4 @@
-"""What a step gave its sequences: `StepOutputs`, and the `RequestOutput`s in it."""
+"""`StepOutputs`: the `RequestOutput`s of a step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

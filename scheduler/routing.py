@@ -14,15 +14,15 @@ from penstock.scheduler.cache.prefix import block_digests, root_digest
 
 # Prompts are compared in pieces of so many tokens.
 _PIECE = 64
-# Of digests, for each replica: 31,250 blocks of 64 tokens are those of a large device's pool.
+# So many digests for each replica: 31,250 blocks of 64 tokens are those of a large device's pool.
 _MAX_PIECES = 31_250
 # A replica that has the prefix is passed over if it has more than this multiple of the mean, plus
 # the slack, of open requests, or, while it has more of them than another, of recent ones: then
 # waiting costs more than computing the prefix again.
 _MOST_OF_MEAN = 1.25
 _OPEN_SLACK, _RECENT_SLACK = 8.0, 2.0
-# What was sent to a replica counts for so much less with each further request: of about the last
-# fifty.
+# A request that was sent to a replica counts for so much less with each further one, so that about
+# the last fifty count.
 _DECAY = 0.98
 
 Name = TypeVar("Name", bound=Hashable)
@@ -37,8 +37,8 @@ class RouterPolicy(StrEnum):
 
 
 def prefix_digests(prompt: Sequence[int], salt: str = "") -> list[bytes]:
-    """Of each beginning of the prompt that is whole pieces, the shortest first. salt: replicas
-    share nothing between different ones."""
+    """Returns that of each beginning of the prompt that is whole pieces, the shortest first. salt:
+    replicas share nothing between different ones."""
     return block_digests(root_digest(salt, None), prompt, _PIECE)
 
 
@@ -122,7 +122,6 @@ class PrefixAware(Generic[Name]):
         return chosen
 
     def _follow(self, names: Mapping[Name, float]) -> None:
-        """Forgets replicas that have gone, and adds new ones."""
         for name in self._recent.keys() - names.keys():
             del self._recent[name], self._sent[name]
         new = [name for name in names if name not in self._recent]

@@ -173,7 +173,6 @@ class Scheduler:
         return batch.scheduled(self._step)
 
     def _plan(self, batch: Batch, now: float) -> None:
-        """Adds the rows of the next step."""
         self._is_short_of_blocks = False
         self._schedule_decodes(batch)
         num_left = self._config.max_num_batched_tokens - batch.num_decodes
@@ -224,7 +223,6 @@ class Scheduler:
         return num_waiting + len(self._loads)
 
     def is_open(self, request_id: RequestId) -> bool:
-        """Whether any of its answers has not ended."""
         return request_id in self._requests
 
     @property
@@ -422,7 +420,7 @@ class Scheduler:
         if is_last:
             batch.with_prompt_output.append(sequence)
         if sequence.prompt_request and sequence.prompt_request.num_logprobs is not None:
-            # What follows the prompt's last token is no longer of the prompt.
+            # A token that follows the prompt's last one is no longer of the prompt.
             batch.num_scored += num_tokens - is_last
 
     def _admit_waiting(
@@ -530,7 +528,7 @@ class Scheduler:
             else:
                 self._waiting.push(sample)
 
-    # What a step has sampled.
+    # How a step's tokens are given to their sequences.
 
     def _append_tokens(
         self,
@@ -632,7 +630,6 @@ class Scheduler:
         )
 
     def _leave(self, sequence: Sequence) -> None:
-        """Frees its slot and releases its blocks."""
         if sequence.status is Status.DECODING:
             del self._decoding[sequence]
         else:

@@ -18,7 +18,6 @@ class GroupBlocks(NamedTuple):
 
     @property
     def usage(self) -> float:
-        """The share that sequences hold."""
         num_blocks = self.num_used + self.num_evictable + self.num_free
         return self.num_used / num_blocks if num_blocks else 0.0
 
@@ -125,7 +124,7 @@ def plus_counters(stats: Stats, earlier: Stats) -> Stats:
 
 
 class AttentionWork(NamedTuple):
-    """What a step's attention reads and computes in each layer that has one given window.
+    """A step's attention reads and computes this in each layer that has one given window.
 
     context_tokens: keys (and values) that are read, summed over the sequences;
     decode_context_tokens: of these, those of decodes. pairs: (query, key).
@@ -157,15 +156,13 @@ NO_GRAPHS = GraphSizes()
 
 
 class StepClass(StrEnum):
-    """What the rows of a step compute."""
-
     DECODE = "decode"  # one token each
     PREFILL = "prefill"  # chunks of prompts
     MIXED = "mixed"  # both
 
 
 class StepWork(NamedTuple):
-    """What one step has to compute and read.
+    """The work of one step: all that it has to compute and read.
 
     num_sampled: tokens that go through the output layer, to sample. num_scored: prompt tokens that
     do so besides. attention: for each of the model's windows, in its order. num_experts: experts

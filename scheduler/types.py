@@ -145,7 +145,6 @@ class SlotAssignment(NamedTuple):
 
     @property
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """The block ids of every group."""
         return (self.block_ids, *self.more_block_ids)
 
 
@@ -174,8 +173,8 @@ class BlockCopy(NamedTuple):
 
 
 class StateSnapshot(NamedTuple):
-    """Of a recurrent state: `state`, of the pool of states, becomes what the sequence in row `row`
-    has after the first num_tokens tokens of that row."""
+    """State `state`, of the pool of recurrent states, becomes what the sequence in row `row` has
+    after the first num_tokens tokens of that row."""
 
     row: int
     num_tokens: int
@@ -234,7 +233,7 @@ class PromptOutput(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What a step sampled: one id per sampling row, in the batch's row order.
+    """The results of a step: one id per sampling row, in the batch's row order.
 
     logprobs: None where no row wants them, else one entry per id, None for rows that do not.
     failed: of the sampling rows, those whose sequences cannot continue, and why; their ids are

@@ -1,1 +1,1 @@
-"""What is on the disk: JSON files, safetensors and GGUF headers, names of tensors."""
+"""Files on the disk: JSON files, safetensors and GGUF headers, names of tensors."""

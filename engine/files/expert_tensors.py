@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-_OF_EXPERT = re.compile(
+_EXPERT_NAME = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>\w+)"
 )
 # Ends of a stack's name, by what a tensor of one expert is called.
@@ -30,7 +30,7 @@ class Stack(NamedTuple):
 
 def stack_of(name: str, names: Container[str]) -> Stack | None:
     """name: of one expert's tensor. names: what the checkpoint has. None for other tensors."""
-    found = _OF_EXPERT.fullmatch(name)
+    found = _EXPERT_NAME.fullmatch(name)
     if found is None or found["kind"] not in _ENDS:
         return None
     index, part, kind = int(found["index"]), found["part"], found["kind"]

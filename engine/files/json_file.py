@@ -129,7 +129,6 @@ class Fields:
 
     @property
     def content(self) -> dict[str, Any]:
-        """All of them, as the file has them."""
         return self._content
 
     @property
@@ -159,11 +158,7 @@ class Fields:
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _MAX_COUNT
     ) -> int:
         """An integer within these bounds."""
-        value = self.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise InvalidModel(f"{self.path} lacks the field {name!r}")
+        value = self._required(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             kind = "a positive integer" if least else "an integer of at least 0"
             raise self.wrong(name, kind, value)
@@ -173,11 +168,7 @@ class Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number, of which arithmetic with others is neither 0 nor infinite."""
-        value = self.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise InvalidModel(f"{self.path} lacks the field {name!r}")
+        value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self.wrong(name, "a positive number", value)
         if not _LEAST_NUMBER <= value <= _MOST_NUMBER:
@@ -193,7 +184,6 @@ class Fields:
         return value
 
     def names(self, name: str) -> list[str] | None:
-        """A list of strings."""
         value = self.get(name)
         if value is None:
             return None
@@ -205,6 +195,14 @@ class Fields:
         value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, "a string", value)
+        return value
+
+    def _required(self, name: str, default: float | None) -> Any:
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise InvalidModel(f"{self.path} lacks the field {name!r}")
         return value
 
     def wrong(self, name: str, kind: str, value: object) -> InvalidModel:

@@ -13,7 +13,7 @@ from penstock.engine.files.expert_tensors import Stack, stack_of
 from penstock.engine.files.safetensors import INDEX, SINGLE, open_safetensors, read_weight_map
 from penstock.engine.files.tensor_names import stored_name
 
-# Of plain weights. Others are codes, which mean nothing without the scales that are beside them.
+# Plain weights have these. Others are codes, which mean nothing without the scales beside them.
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -81,7 +81,7 @@ class TensorFiles:
         )
 
     def _stack(self, name: str) -> Stack | None:
-        """Of an expert's tensor that is stored with those of the others."""
+        """The stack of an expert's tensor that is stored with those of the others."""
         return None if self._stored(name) in self._file_of else stack_of(name, self)
 
     def _part(self, name: str, stack: Stack) -> Tensor:

@@ -1,13 +1,12 @@
 """The names of a checkpoint's tensors, without a look at the tensors, and under which of several
 names one is stored."""
 
-import json
-import struct
 from collections.abc import Container
 from pathlib import Path
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000
+from penstock.engine.errors import InvalidModel
+from penstock.engine.files.safetensors import INDEX, SINGLE, open_safetensors, read_weight_map
+
 # Text models beside encoders have a prefix, of newer files and of older ones; embedding models,
 # saved without an output layer, lack even "model.".
 _MODEL = "model."
@@ -39,13 +38,10 @@ def text_model_name(name: str) -> str:
 def tensor_names(model_dir: Path) -> frozenset[str] | None:
     """None where they are not there, or cannot be read: who reads the weights says why."""
     try:
-        if (model_dir / _INDEX).is_file():
-            return frozenset(json.loads((model_dir / _INDEX).read_text())["weight_map"])
-        if not (model_dir / _SINGLE).is_file():
-            return None
-        with (model_dir / _SINGLE).open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
-        return frozenset(header) - {"__metadata__"}
-    except (OSError, ValueError, TypeError, KeyError, struct.error, RecursionError):
-        return None
+        if (model_dir / INDEX).is_file():
+            return frozenset(read_weight_map(model_dir / INDEX))
+        if (model_dir / SINGLE).is_file():
+            return frozenset(open_safetensors(model_dir / SINGLE, framework="numpy").keys())
+    except InvalidModel:
+        pass
+    return None

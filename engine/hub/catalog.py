@@ -15,11 +15,11 @@ from penstock.engine.files.json_file import CONFIG, Fields
 from penstock.engine.hub.check import check_directory, holds_gguf
 from penstock.engine.hub.gguf_check import check_gguf
 from penstock.engine.hub.gguf_choice import gguf_models
-from penstock.engine.hub.listed_model import ListedModel
+from penstock.engine.hub.model_files import ListedModel
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families.unsupported import not_a_model
 
-# What makes a directory a model's, whether it can be served or not.
+# A directory with one of these is a model's, whether it can be served or not.
 _MARKS = (
     *("config.json", "adapter_config.json", "params.json"),
     *("*.safetensors", "*.gguf", "*.bin", "*.pth", "*.onnx"),
@@ -28,7 +28,7 @@ _MAX_DEPTH = 3
 
 
 def cached_models() -> list[ListedModel]:
-    """Of the hub's cache, by name: of each model the revision that a start uses. Raises
+    """Lists those of the hub's cache, by name: of each the revision that a start uses. Raises
     InvalidModel if the cache is not a directory."""
     try:
         repositories = scan_cache_dir().repos
@@ -47,8 +47,8 @@ def cached_models() -> list[ListedModel]:
 
 
 def models_in(directory: Path) -> list[ListedModel]:
-    """Of a model's directory, or of one that has some below it. Raises InvalidModel if there is no
-    such directory."""
+    """Lists a model's directory, or those below one. Raises InvalidModel if there is no such
+    directory."""
     if is_gguf(directory) and directory.is_file():
         return [_listed(str(directory), directory, _num_bytes(directory))]
     if not directory.is_dir():
@@ -112,7 +112,7 @@ def _find(directory: Path, depth: int) -> Iterator[Path]:
         yield directory
     elif depth:
         for entry in entries:
-            # Of os.path: False for what may not be looked at, which pathlib raises for.
+            # os.path says False of what may not be looked at, for which pathlib raises.
             if os.path.isdir(entry) and not entry.name.startswith("."):  # noqa: PTH112
                 yield from _find(entry, depth - 1)
 

@@ -27,13 +27,13 @@ from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
 GENERATION_CONFIG = "generation_config.json"
 # One of them is enough; without tokenizer.json, transformers converts the others.
 _TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-# What is read, here or later, by us or by transformers.
+# These are read, here or later, by us or by transformers.
 _READ = (
     *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
     *(*_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.json", HF_QUANT_CONFIG),
 )
-# Of directories below the one that was named, to see whether one of them was meant.
+# Directories below the one that was named are looked at, as one of them may be meant.
 _MAX_DEPTH = 2
 _MAX_ENTRIES = 2_000
 
@@ -102,7 +102,7 @@ def weight_files(model: str, directory: Path, names: Collection[str]) -> list[st
 
 
 def names_in(directory: Path) -> list[str]:
-    """Of what is in it, relative to it; of its directories only what may be a model."""
+    """Names what is in it, relative to it; of its directories only what may be a model."""
     if not directory.is_dir():
         raise not_a_model(str(directory))
     try:

@@ -36,7 +36,7 @@ def is_cached(repo: str, commit: str, name: str) -> bool:
 
 
 def partial_bytes(repo: str, etag: str) -> int:
-    """What an interrupted download has left of a file, and `fetch` continues."""
+    """Those that an interrupted download has left of a file, and `fetch` continues."""
     try:
         return (storage_folder(repo) / "blobs" / f"{etag}.incomplete").stat().st_size
     except OSError:
@@ -116,7 +116,7 @@ class _Part:
             time.sleep(_PAUSE_S)
 
     def _bar_class(self, before: int) -> Any:
-        """What `http_get` takes for the class of a tqdm bar."""
+        """Counts for `http_get`, which takes it for the class of a tqdm bar."""
         progress = self._progress
 
         class Bar:

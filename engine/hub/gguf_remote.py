@@ -52,7 +52,7 @@ def _header(url: str, name: str, size: int) -> bytes:
 
 
 def _end_of_settings(header: Header) -> int:
-    """Of the tensors that are read with the metadata."""
+    """Where the tensors end that are read with the metadata."""
     factors = header.tensors.get("rope_freqs.weight")
     return factors.offset + factors.num_bytes if factors else 0
 

@@ -8,15 +8,19 @@ nothing else. Knows no tensors.
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 from huggingface_hub.utils import disable_progress_bars
 
 from penstock.engine.config import ModelImpl
@@ -52,7 +56,7 @@ _SETTINGS = (
     "modules.json",
     "*_Pooling/config.json",
 )
-# What transformers makes a tokenizer of, where there is no tokenizer.json.
+# Transformers makes a tokenizer of these, where there is no tokenizer.json.
 _SLOW_TOKENIZER = (
     *("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json"),
@@ -70,15 +74,18 @@ class _File:
 def open_model(
     model: str, *, needs_weights: bool = True, impl: ModelImpl = ModelImpl.AUTO
 ) -> ModelFiles:
-    """Of a local path or a hub id. Raises InvalidModel for what cannot be served.
+    """Finds a local path or a hub id. Raises InvalidModel for what cannot be served.
 
     needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
     used.
     """
-    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    # os.path leaves the ~ of an unknown user as it is, for which pathlib raises.
     local = Path(os.path.expanduser(model))  # noqa: PTH111
     if local.is_dir():
-        return ModelFiles(_checked(local, needs_weights=needs_weights, impl=impl))
+        names = names_in(local)
+        return ModelFiles(
+            _checked(local, str(local), names, None, needs_weights=needs_weights, impl=impl)
+        )
     reference = parse_reference(model)
     is_file = os.path.lexists(local) or (model.endswith(SUFFIX) and not reference.wanted)
     if is_file and model.endswith(SUFFIX):
@@ -102,13 +109,23 @@ def open_model(
         return ModelFiles(earlier)
 
 
-def _checked(directory: Path, *, needs_weights: bool, impl: ModelImpl) -> Path:
-    """The directory, or the GGUF file in it that is served. Raises InvalidModel."""
-    names = names_in(directory)
-    if not holds_gguf(names):
+def _checked(
+    directory: Path,
+    model: str,
+    names: Collection[str],
+    wanted: str | None,
+    *,
+    needs_weights: bool,
+    impl: ModelImpl,
+) -> Path:
+    """Returns the directory, or the GGUF file in it that is served. Raises InvalidModel.
+
+    model: its name for the message. names: of all files. wanted: as in `Reference`.
+    """
+    if wanted is None and not holds_gguf(names):
         check_directory(directory, needs_weights=needs_weights, impl=impl)
         return directory
-    path = directory / choose(str(directory), names, None)[0]
+    path = directory / choose(model, names, wanted)[0]
     check_gguf(path, needs_weights=needs_weights)
     return path
 
@@ -132,7 +149,6 @@ class _Repository:
         return cls(name, info.sha or constants.DEFAULT_REVISION, files)
 
     def open(self, wanted: str | None, needs_weights: bool, impl: ModelImpl) -> ModelFiles:
-        """wanted: as in `Reference`."""
         if wanted is not None or holds_gguf(self._files):
             return self._open_gguf(wanted, needs_weights)
         self._get(self._matching(_DECISIVE))
@@ -200,7 +216,6 @@ class _Repository:
             )
 
     def _download(self, missing: list[str], last: str) -> Download:
-        """last: as in `_finish`."""
         num_bytes = sum(self._files[name].size for name in missing)
         progress = DownloadProgress(num_bytes)
         num_files = "1 file" if len(missing) == 1 else f"{len(missing)} files"
@@ -241,14 +256,16 @@ class _Repository:
 def _downloaded_earlier(
     reference: Reference, error: Exception, *, needs_weights: bool, impl: ModelImpl
 ) -> Path:
-    """What the cache has of it; raises InvalidModel, for `error` if it has nothing."""
+    """Returns where the cache has it; raises InvalidModel, for `error` if it has nothing."""
     model = reference.repository
-    directory = _cached_snapshot(model)
-    if directory is None:
-        raise explain(model, error) from None
     try:
-        path = _checked_snapshot(
-            directory, model, reference.wanted, needs_weights=needs_weights, impl=impl
+        directory = Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise explain(model, error) from None
+    names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    try:
+        path = _checked(
+            directory, model, names, reference.wanted, needs_weights=needs_weights, impl=impl
         )
     except InvalidModel as incomplete:
         raise InvalidModel(
@@ -256,31 +273,6 @@ def _downloaded_earlier(
         ) from None
     if not isinstance(error, OfflineModeIsEnabled):
         logger.warning("%s; what was downloaded earlier is served", explain(model, error))
-    return path
-
-
-def _cached_snapshot(model: str) -> Path | None:
-    """Of the commit that is used without a network."""
-    config = try_to_load_from_cache(model, CONFIG)
-    if isinstance(config, str):
-        return Path(config).parent
-    reference = storage_folder(model) / "refs" / constants.DEFAULT_REVISION
-    if not reference.is_file():
-        return None
-    snapshot = storage_folder(model) / "snapshots" / reference.read_text().strip()
-    return snapshot if snapshot.is_dir() else None
-
-
-def _checked_snapshot(
-    directory: Path, model: str, wanted: str | None, *, needs_weights: bool, impl: ModelImpl
-) -> Path:
-    """See `_checked`. wanted: as in `Reference`."""
-    names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
-    if wanted is None and not holds_gguf(names):
-        check_directory(directory, needs_weights=needs_weights, impl=impl)
-        return directory
-    path = directory / choose(model, names, wanted)[0]
-    check_gguf(path, needs_weights=needs_weights)
     return path
 
 

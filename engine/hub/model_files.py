@@ -1,4 +1,5 @@
-"""`ModelFiles`: where a model is, and the `Download` of what is not there yet."""
+"""`ModelFiles`: where a model is, and the `Download` of what is not there yet. `ListedModel`: a
+line of `penstock models`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,3 +30,17 @@ class ModelFiles:
 
     directory: Path
     download: Download | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedModel:
+    """name: what `penstock serve` takes. family None: its files do not say. problem: why it cannot
+    be served, in a few words. model_impl: whose implementation computes it, as in `ModelInfo`; None
+    where there is a problem."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    family: str | None
+    problem: str | None
+    model_impl: str | None = None

@@ -13,7 +13,7 @@ class DownloadStopped(Exception):
 
 
 class DownloadProgress:
-    """Of one download. Several threads may call it."""
+    """How far one download is. Several threads may call it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes

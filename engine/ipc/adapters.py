@@ -53,7 +53,6 @@ class AdapterTable:
         return {name: self._num_requests[name] for name in self._by_name}
 
     def count(self, adapter_id: str) -> None:
-        """A request names it."""
         self._num_requests[adapter_id.rpartition("@")[0]] += 1
 
     def config(self, ids_in_use: Collection[str]) -> LoraConfig | None:
@@ -71,7 +70,6 @@ class AdapterTable:
         return replace(self._config, adapters=sources)
 
     def on_ready(self, loaded: Iterable[LoadedAdapter]) -> None:
-        """A process has started, with these."""
         self._has_started = True
         self._by_name = {each.name: each for each in loaded if each.id not in self._leaving}
 
@@ -81,7 +79,6 @@ class AdapterTable:
             self._send(UnloadAdapter(adapter_id))
 
     def on_end(self) -> None:
-        """A process has ended."""
         for waiting in self._loading.values():
             if not waiting.done():
                 waiting.set_exception(EngineFailed("the engine ended meanwhile; try again"))

@@ -46,11 +46,10 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig, module: str = "penstock.engine.ipc.process") -> None:
-        """module: see `EngineProcess`."""
         self._config = config
         self._module = module
         self._kv_memory: int | None = None
-        self._adapters = AdapterTable(config.lora, self._send, self._check_up)
+        self.adapters = AdapterTable(config.lora, self._send, self._check_up)
         self.state = EngineState.STARTING
         self._streams = OpenStreams(
             config.scheduler.max_num_seqs,
@@ -93,7 +92,6 @@ class EngineClient:
 
     @property
     def silence_s(self) -> float:
-        """See `EngineProcess.silence_s`."""
         return self._process.silence_s
 
     @property
@@ -108,7 +106,6 @@ class EngineClient:
 
     @property
     def stall_limit_s(self) -> float:
-        """See `penstock.engine.ipc.stall`."""
         config = self._config
         # A process that replaces another one finds what that has compiled, but loads for long.
         has_stepped = self._is_up and self.last_report is not None
@@ -118,12 +115,10 @@ class EngineClient:
 
     @property
     def num_resumed(self) -> int:
-        """Requests that went on in another process."""
         return self._recovery.num_resumed
 
     @property
     def num_quarantined(self) -> int:
-        """Requests that ended the engine twice."""
         return self._recovery.num_quarantined
 
     @property
@@ -208,19 +203,13 @@ class EngineClient:
             self._busy_since_s = time.monotonic()
         streams = self._streams.submit_alike(requests)
         if requests[0].adapter is not None:
-            self._adapters.count(requests[0].adapter)
+            self.adapters.count(requests[0].adapter)
         return streams
 
     def abort(self, request_id: RequestId, index: int | None = None) -> None:
-        """Ends a request, or only its answer `index`; no more outputs come for it."""
         self._streams.abort(request_id, index)
 
     # LoRA adapters.
-
-    @property
-    def adapters(self) -> AdapterTable:
-        """Those that requests may name."""
-        return self._adapters
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
         """The names of those with a request that runs, and with one that waits."""
@@ -235,7 +224,7 @@ class EngineClient:
 
     def _new_process(self) -> EngineProcess:
         in_use = {adapter for stream in self._streams if (adapter := stream.request.adapter)}
-        config = replace(self._config, lora=self._adapters.config(in_use))
+        config = replace(self._config, lora=self.adapters.config(in_use))
         return EngineProcess(config, self._module, self._on_message, self._on_end, self._kv_memory)
 
     def _drop_kv(self) -> None:
@@ -250,7 +239,7 @@ class EngineClient:
         self._ended = asyncio.get_running_loop().create_future()
         self._has_stepped = False
         self._info = await self._process.start()
-        self._adapters.on_ready(self._process.adapters)
+        self.adapters.on_ready(self._process.adapters)
         self._is_up = self._process.state is EngineState.READY  # it may have ended since
         self._busy_since_s = time.monotonic()
         self._start_s = self._busy_since_s - began_s
@@ -280,7 +269,7 @@ class EngineClient:
             self._streams.accept(message.request_id)
             return
         if isinstance(message, AdapterLoaded):
-            self._adapters.on_loaded(message)
+            self.adapters.on_loaded(message)
             return
         self.last_report = message
         self._has_stepped = True
@@ -295,7 +284,7 @@ class EngineClient:
             self._is_up = False
             self._ended_at_s = time.monotonic()
             self._recovery.on_end(end)
-            self._adapters.on_end()
+            self.adapters.on_end()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
         if self._ended and not self._ended.done():
@@ -362,7 +351,7 @@ class EngineClient:
         await self._recovery.bring_back(self._process.send)
         if self._is_up:
             self.state = EngineState.READY
-            self._adapters.on_resumed()
+            self.adapters.on_resumed()
             self._busy_since_s = time.monotonic()
             pause_s = self._busy_since_s - self._ended_at_s
             logger.warning(
@@ -387,7 +376,6 @@ class EngineClient:
                 process.end_stalled(stuck_s)
 
     def _last_sign_s(self) -> float:
-        """When the engine last did something, or last had nothing to do."""
         return max(self._last_message_s, self._busy_since_s)
 
     def _die(self, why: str) -> None:

@@ -118,7 +118,6 @@ class Recovery:
         self._trial: Trial | None = None
 
     def on_end(self, end: End) -> None:
-        """An engine that was ready has ended."""
         trial, self._trial = self._trial, None
         if not end.cause.may_be_a_request:
             if trial:
@@ -154,7 +153,6 @@ class Recovery:
         return self._trial.take(outputs) if self._trial else outputs
 
     def refuse(self, request_id: RequestId) -> None:
-        """The engine did not accept a request."""
         if self._trial:
             self._trial.refuse(request_id)
 

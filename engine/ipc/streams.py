@@ -222,7 +222,6 @@ class OpenStreams:
         return self._open_of[tenant] + num_answers <= self._max_open / num_tenants
 
     def _count(self, tenant: str, num_answers: int) -> None:
-        """So many more are open, or fewer."""
         self.num_open += num_answers
         self._open_of[tenant] += num_answers
         if not self._open_of[tenant]:
@@ -256,13 +255,11 @@ class OpenStreams:
         return [_submission([stream.resumption() for stream in group]) for _, group in groups]
 
     def start(self, started: Iterable[Started]) -> None:
-        """Notes the first steps that the engine reports."""
         for each in started:
             if stream := self._streams.get(each.request_id):
                 stream.start(each)
 
     def accept(self, request_id: RequestId) -> None:
-        """The engine has accepted a request."""
         if stream := self._streams.get(request_id):
             stream.accept()
 
@@ -277,7 +274,6 @@ class OpenStreams:
         self._count_ended(request_id, stream, num_before)
 
     def push(self, outputs: Iterable[RequestOutput]) -> None:
-        """Hands a step's outputs to their streams."""
         streams = self._streams
         for output in outputs:
             stream = streams.get(output.request_id)

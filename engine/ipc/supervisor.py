@@ -129,7 +129,6 @@ class EngineProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is, as by SIGSTOP or in a debugger."""
         return self.pid is not None and _is_stopped(self.pid)
 
     async def start(self) -> ModelInfo:
@@ -195,30 +194,32 @@ class EngineProcess:
         for task in self._tasks:
             task.cancel()
         if self._process and self._is_ending:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _LAST_LINES_S)
+            await self._ends_within(_LAST_LINES_S)
         elif self._process and self._process.stdin and self._config.kv_offload_dir is not None:
             # The end of its input: it writes the blocks that it still has to write, and ends.
             self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _WRITE_BLOCKS_S)
+            await self._ends_within(_WRITE_BLOCKS_S)
         self.kill()
-        has_ended = True
-        if self._process:
-            try:
-                await asyncio.wait_for(self._process.wait(), _END_S)
-            except TimeoutError:
-                has_ended = False
-                logger.error(
-                    "process %d was killed %g s ago and has not ended, as it waits for a device or "
-                    "a file system; it is left behind",
-                    self._process.pid,
-                    _END_S,
-                )
+        has_ended = await self._ends_within(_END_S)
+        if self._process and not has_ended:
+            logger.error(
+                "process %d was killed %g s ago and has not ended, as it waits for a device or a "
+                "file system; it is left behind",
+                self._process.pid,
+                _END_S,
+            )
         if self._socket:
             self._socket.close()
         self._stop_beats()
         return has_ended
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Waits for the end of the process, if there is one, for at most this long."""
+        with contextlib.suppress(TimeoutError):
+            if self._process:
+                await asyncio.wait_for(self._process.wait(), seconds)
+            return True
+        return False
 
     def kill(self) -> None:
         """Ends the process and those it started, now; it holds nothing that must be saved."""

@@ -1,1 +1,1 @@
-"""What any process of the engine has: its log, its parent, the phases of its start."""
+"""All that any process of the engine has: its log, its parent, the phases of its start."""

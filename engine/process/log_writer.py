@@ -92,7 +92,6 @@ def _grouped(lines: list[str]) -> Iterator[str]:
 
 @cache
 def writer_to(descriptor: int) -> LineWriter:
-    """The one that this process has for the descriptor."""
     return LineWriter(descriptor)
 
 

@@ -10,7 +10,6 @@ from penstock.scheduler.types import RequestId
 
 
 def new_request_id(caller: str) -> RequestId:
-    """caller: the id of the HTTP request."""
     return RequestId(f"{caller}-{secrets.token_hex(6)}")
 
 

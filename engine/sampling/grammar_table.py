@@ -148,7 +148,6 @@ class GrammarTable:
         return token_id
 
     def _vacate(self, slot: int) -> None:
-        """It has no sequence with a grammar any more."""
         self._constraints.pop(slot, None)
         self._unconsumed.pop(slot, None)
         self._failed.discard(slot)

@@ -58,8 +58,6 @@ class PromptPart(NamedTuple):
 
 
 class PromptReader:
-    """Per-slot requests for prompt outputs, and the results so far."""
-
     def __init__(self, vocab_size: int, to_logits: Callable[[Tensor], Tensor]) -> None:
         """to_logits: (R, hidden_size) to (R, vocab_size) float32."""
         self._vocab_size = vocab_size
@@ -67,7 +65,6 @@ class PromptReader:
         self._gathered: dict[int, _Gathered] = {}
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """A sequence enters a slot."""
         self._gathered.pop(assignment.slot, None)
         if assignment.prompt_request:
             self._gathered[assignment.slot] = _Gathered(

@@ -369,13 +369,15 @@ class _GrammarMasks:
         self._bytes = torch.frombuffer(grammars.memory, dtype=torch.uint8)
         self._bytes = self._bytes.view(-1, 4 * grammars.words_per_row)
         bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-        self._of_byte = torch.where(bits > 0, 0.0, -torch.inf).to(device)
+        self._bytes_as_terms = torch.where(bits > 0, 0.0, -torch.inf).to(device)
 
     def apply(self, x: Tensor, slots: list[int]) -> None:
         """Adds to x in place: (R, V), row i for slots[i]."""
         self._grammars.wait()
         masks = tensor_to_device(self._bytes[slots].to(torch.int32), x.device)
-        x += self._of_byte.index_select(0, masks.view(-1)).view(len(slots), -1)[:, : x.shape[1]]
+        x += self._bytes_as_terms.index_select(0, masks.view(-1)).view(len(slots), -1)[
+            :, : x.shape[1]
+        ]
 
 
 def raw_logprobs(logits: Tensor) -> Tensor:

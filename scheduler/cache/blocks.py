@@ -97,7 +97,6 @@ class BlockPool:
         return taken
 
     def reference(self, block_id: int) -> None:
-        """Adds a reference to a used or an evictable block."""
         self._ref_counts[block_id] += 1
         self._evictable.pop(block_id, None)
 

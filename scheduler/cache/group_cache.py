@@ -2,7 +2,7 @@
 
 `KVCache` asks every group the same questions: after which block can a sequence continue
 (`longest_hit`), what does it take (`share`, `admit`, `append`), what may be given back (`slide`,
-`trim`, `release`), what can be found from now on (`cache`, `forget`). The digest of a block names
+`release`), what can be found from now on (`cache`, `forget`). The digest of a block names
 all tokens up to its end, so a group that keeps something else of them than their keys and values,
 such as a recurrent state after some of the blocks, can answer by the same digests.
 """
@@ -21,7 +21,7 @@ from penstock.scheduler.stats import GroupBlocks
 
 
 class Share(NamedTuple):
-    """What a waiting sequence needs of one group; nothing is taken before `GroupCache.admit`.
+    """A waiting sequence needs this of one group; nothing is taken before `GroupCache.admit`.
 
     blocks: computed blocks that it references too, the first of which is number `first` of its
     table: it reads none before. copied: a computed block whose tokens it needs too, but which it
@@ -117,8 +117,8 @@ class GroupCache(BlockPool):
         num_tokens: int,
         parent: BlockTable | None,
     ) -> Share:
-        """What a sequence of num_tokens needs whose first num_computed are computed: of `parent`,
-        or else found by their digests.
+        """Says what a sequence of num_tokens needs whose first num_computed are computed: those of
+        `parent`, or else found by their digests.
 
         With a window, no more new blocks than it needs at once; the others replace those that it
         gives back.
@@ -159,7 +159,6 @@ class GroupCache(BlockPool):
             self.append(table)
 
     def append(self, table: BlockTable) -> int:
-        """Appends a block that must be available."""
         block_id = self.take()
         assert block_id is not None, "no block is available; the scheduler must check before"
         table.block_ids.append(block_id)
@@ -200,7 +199,6 @@ class GroupCache(BlockPool):
         table.num_cached = len(digests)
 
     def record(self, completed: int, launched: int) -> None:
-        """See `KVCache.record`."""
         if self._released:
             self._unstored.append((launched, self._released))
             self._released = {}

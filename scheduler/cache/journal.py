@@ -21,16 +21,16 @@ class StoredBlock(NamedTuple):
 
 
 class BlockJournal(Protocol):
-    """Of an executor that does not run ahead: its steps have completed when `execute` returns."""
+    """For an executor that does not run ahead: its steps have completed when `execute` returns."""
 
     @property
     def key(self) -> bytes:
-        """Of the digests: those of one journal mean the same in all engines that use it."""
+        """Makes digests mean the same in all engines that use the journal."""
         ...
 
     def survivors(self) -> Sequence[StoredBlock]:
-        """What an earlier engine recorded and did not erase, in the order in which it is to be
-        evicted. To be read before anything is recorded."""
+        """Blocks that an earlier engine recorded and did not erase, in the order of their eviction.
+        To be read before anything is recorded."""
         ...
 
     def is_intact(self, block_id: int) -> bool:

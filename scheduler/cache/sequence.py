@@ -52,7 +52,7 @@ class Sequence:
     slot: int = -1  # meaningful while it runs
     # One for each group of layers, once it has been admitted.
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
-    # Of its full blocks; they survive a preemption.
+    # Those of its full blocks survive a preemption.
     block_digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_ever_computed: int = 0  # the most that num_computed was before it lost its blocks

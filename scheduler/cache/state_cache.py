@@ -50,8 +50,6 @@ class _Pending(NamedTuple):
 
 
 class StateCache(BlockPool):
-    """The states of one group."""
-
     def __init__(self, group: StateGroup, block_size: int) -> None:
         super().__init__(group.num_blocks)
         self.group = group
@@ -102,7 +100,7 @@ class StateCache(BlockPool):
         table.wanted, table.newest = [], None
 
     def want(self, table: BlockTable, positions: Sequence[int], num_computed: int) -> None:
-        """Of an admitted sequence, num_computed tokens of which are computed: snapshots shall be
+        """Snapshots of an admitted sequence, whose first num_computed tokens are computed, shall be
         taken after so many tokens, each a multiple of the block size."""
         assert isinstance(table, StateTable)
         table.wanted = sorted({each for each in positions if each > num_computed})

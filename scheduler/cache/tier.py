@@ -42,7 +42,7 @@ class BlockTier(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Of the digests: with it they mean the same in every process that uses the tier."""
+        """Makes digests mean the same in every process that uses the tier."""
         ...
 
     def __contains__(self, block: TierBlock) -> bool:

@@ -73,8 +73,6 @@ class Tenant:
 
 
 class FairQueue(WaitingQueue):
-    """Waiting sequences, and the counters of their tenants."""
-
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._active: dict[str, Tenant] = {}  # those with open requests
@@ -112,7 +110,6 @@ class FairQueue(WaitingQueue):
     # How requests come and go.
 
     def open(self, name: str, num_sequences: int) -> None:
-        """A request of this tenant arrives."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
@@ -125,19 +122,17 @@ class FairQueue(WaitingQueue):
 
     @property
     def _credit(self) -> float:
-        """Of one that comes, or comes back."""
+        """By how much less one that comes, or comes back, may have been served than the others."""
         if not self._num_looks:
             return math.inf
         num_sharing = max(self._num_recent, len(self._active) + 1)
         return _CREDIT_S * self._service_rate / num_sharing
 
     def _least_but(self, tenant: Tenant) -> float:
-        """The least counter of the others."""
         others = (each.counter for each in self._active.values() if each is not tenant)
         return min(others, default=self._last_counter)
 
     def close(self, name: str, num_sequences: int = 1) -> None:
-        """Sequences of this tenant have ended."""
         tenant = self._active[name]
         tenant.num_open -= num_sequences
         if not tenant.num_open:
@@ -184,9 +179,9 @@ class FairQueue(WaitingQueue):
         yield from ahead
         for tenant in self._active.values():
             if tenant is not own:
-                of_other = sorted(tenant.waiting, key=lambda each: each.order)
+                oldest = sorted(tenant.waiting, key=lambda each: each.order)
                 lead = tenant.counter < own.counter
-                yield from of_other[: len(ahead) + lead]
+                yield from oldest[: len(ahead) + lead]
 
     def _enter(self, tenant: Tenant) -> None:
         self._num_entries += 1
@@ -343,7 +338,6 @@ class FairQueue(WaitingQueue):
 
 
 def queue_for(policy: Policy) -> WaitingQueue:
-    """The queue of a policy."""
     queues: dict[Policy, type[WaitingQueue]]
     queues = {Policy.FCFS: WaitingQueue, Policy.PRIORITY: PriorityQueue, Policy.FAIR: FairQueue}
     return queues[policy]()

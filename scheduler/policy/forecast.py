@@ -28,7 +28,6 @@ class AnswerLengths:
         self._num = 0
 
     def on_end(self, sequence: Running) -> None:
-        """An answer has ended by itself."""
         self._num += 1
         max_tokens = sequence.request.sampling.max_tokens
         length = len(sequence.token_ids) - sequence.num_prompt_tokens

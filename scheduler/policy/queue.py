@@ -12,7 +12,7 @@ from penstock.scheduler.config import Batching
 # static one waits for its fixed size, unless traffic stops.
 BATCH_WAIT_S = {Batching.DYNAMIC: 0.05, Batching.STATIC: 1.0}
 
-# Of so many admissions under the priority policy, at least one is of the sequence that has waited
+# At least one of so many admissions under the priority policy is of the sequence that has waited
 # longest, whatever its priority: so one with k older ones before it waits for at most 8 (k + 1).
 _OLDEST_EVERY = 8
 
@@ -89,7 +89,7 @@ class WaitingQueue(OrderedQueue):
         """
         return min(running, key=lambda seq: (seq.num_computed, -seq.order))
 
-    # What a policy that divides the service between tenants does besides; others do nothing.
+    # A policy that divides the service between tenants does more here; others do nothing.
 
     makes_places = False
     """Whether running sequences are preempted for waiting ones."""
@@ -182,8 +182,8 @@ class PriorityQueue(WaitingQueue):
         self._by_age.remove(sequence)
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """Of the lowest priority, among equals the cheapest to recompute. One that was admitted
-        because it had waited longest is of the highest priority."""
+        """The one of the lowest priority, among equals the cheapest to recompute. One that was
+        admitted because it had waited longest is of the highest priority."""
         return min(running, key=lambda seq: (_standing(seq), seq.num_computed, -seq.order))
 
 

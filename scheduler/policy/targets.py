@@ -113,7 +113,6 @@ class Targets:
             raise TargetOutOfReach(sequence.predicted_ttft_s, target_s)
 
     def _step_target_s(self, num_running: int) -> float | None:
-        """How long a step with decodes may take."""
         target_s = self._itl_target_s(num_running)
         return None if target_s is None else target_s / self._num_cohorts
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Amounts(NamedTuple):
-    """Of one step. Bytes and operations are the least that a correct step reads and computes.
+    """Those of one step. Bytes and operations are the least that a correct step reads and computes.
 
     tokens: through the linear layers, padding included. decode_kv_bytes, prefill_kv_bytes: keys and
     values that decodes and that chunks read. attention_flops: of chunks, beyond one query a key.
@@ -23,7 +23,7 @@ class Amounts(NamedTuple):
     prefill_tokens: int
 
 
-# What a second of the device, and of the host, is spent on. The order is that of the rows below.
+# A second of the device, and of the host, is spent on these. The order is that of the rows below.
 DEVICE_UNITS = (
     "step",
     "weight_byte",

@@ -66,12 +66,10 @@ class Exchange:
 
     @property
     def row_s(self) -> float:
-        """Seconds of each sampled row."""
         return self._others * self.row_bytes / self.link.bus_bytes_per_s
 
     @property
     def _others(self) -> float:
-        """The share of the other ranks."""
         return (self.num_ranks - 1) / self.num_ranks
 
 

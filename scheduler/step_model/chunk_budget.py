@@ -16,7 +16,7 @@ _UNKNOWN_FLOORS = 4
 
 
 class ChunkBudget:
-    """Of one step. max_tokens: the most prompt tokens that it may run, whatever time they take.
+    """max_tokens: the most prompt tokens that the step may run, whatever time they take.
 
     is_spent: no further chunk fits.
     """
@@ -26,7 +26,7 @@ class ChunkBudget:
         self.is_spent = max_tokens <= 0
 
     def take(self, start: int, num_wanted: int) -> int:
-        """Of so many tokens of a prompt, from `start` on, as many as fit; they are spent."""
+        """Spends as many of a prompt's tokens from `start` on as fit, and returns how many."""
         num_tokens = min(num_wanted, self.most(start))
         self.spend(start, num_tokens)
         self.is_spent = num_tokens < num_wanted or self.tokens_left <= 0
@@ -69,7 +69,7 @@ class TimedChunkBudget(ChunkBudget):
         most = self.tokens_left
         if most <= 0:
             return 0
-        # What is no sum depends on the size of the whole step, which depends on what is found here.
+        # The correction depends on the size of the whole step, which depends on what is found here.
         for _ in range(2):
             factor = self._model.correction(StepClass.MIXED, self._num_tokens + most)
             most = min(most, self._within(start, factor))
@@ -115,7 +115,7 @@ class TimedChunkBudget(ChunkBudget):
         return _positive_root(linear + host_linear, quadratic, left_s)
 
     def _device_terms(self, start: int, *, is_above: bool) -> tuple[float, float, float]:
-        """Of a chunk's time: fixed, for each token, and for each token's square."""
+        """A chunk's time: fixed, for each token, and for each token's square."""
         _, _, below, above, _, kv_byte, flop, sequence, chunk, sampled = self._model.device
         fixed, linear, quadratic = sequence + chunk + sampled, below, 0.0
         if is_above:

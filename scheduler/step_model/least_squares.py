@@ -32,7 +32,6 @@ class NormalEquations:
                 matrix[i] = [b + weighted * c for b, c in zip(matrix[i], row)]  # noqa: B905
 
     def add_all(self, other: "NormalEquations") -> None:
-        """Adds the samples of another."""
         for i in range(self._size):
             self._vector[i] += other._vector[i]
             self._matrix[i] = [

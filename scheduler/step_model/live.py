@@ -116,7 +116,6 @@ class OnlineFit:
         self._num_steps = 0
 
     def observe(self, sample: StepSample) -> None:
-        """Learns from a step. O(1)."""
         amounts = sample.amounts
         self._num_steps += 1
         if sample.device_s:
@@ -178,7 +177,6 @@ class LiveStepModel:
         return kind in errors and errors[kind].num_steps > 0
 
     def observe(self, sample: StepSample) -> None:
-        """Learns from a step that ran."""
         kind = sample.kind
         self._num_seen[kind] = num = self._num_seen[kind] + 1
         if kind is StepClass.DECODE and num > _MIN_LEARNED and num % _DECODES_EVERY:

@@ -128,7 +128,7 @@ def class_of_amounts(amounts: Amounts) -> StepClass:
 
 
 def ranges_of(steps: list[Amounts]) -> dict[str, Range]:
-    """What these steps cover, by the name of the amount."""
+    """The ranges that these steps cover, by the name of the amount."""
     return {
         name: Range(
             min(getattr(each, name) for each in steps), max(getattr(each, name) for each in steps)

@@ -13,7 +13,7 @@ from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import Amounts
 
 _PER_BUCKET = 96
-# Of the steps that come when a bucket is full; each replaces one that is drawn.
+# This share of the steps that come when a bucket is full replace one that is drawn.
 _KEPT_SHARE = 0.125
 # The first steps of a kind in a process compile, allocate and fill caches.
 _NUM_WARM_UP = 2

@@ -100,5 +100,5 @@ def damage_files(
             if (fault + 1) % 100 == 0:
                 say(f"{fault + 1} files damaged, {num_different} answers different so far")
         stats = asked.tier.place_stats()
-        num_hits = stats.read_bytes_total // asked.tier.block_bytes(0) * 16
+        num_hits = stats.read_bytes_total // asked.tier._memory.num_bytes(0) * 16
     return Outcome(num_faults, stats.damaged_blocks_total, num_different, num_hits)

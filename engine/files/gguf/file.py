@@ -90,7 +90,7 @@ def _opened(path: Path, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
 
 
 def read_header(path: Path) -> Header:
-    """Of one part. Raises InvalidModel."""
+    """Reads that of one part. Raises InvalidModel."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -107,7 +107,8 @@ def read_header(path: Path) -> Header:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Of its content, as far as the system knows: size, and time of the last change in ns."""
+    """Tells its content from others, as far as the system knows: size, and time of the last change
+    in ns."""
     try:
         status = path.stat()
     except FileNotFoundError:

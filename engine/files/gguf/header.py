@@ -22,16 +22,15 @@ _MAX_ENTRIES = 2**20
 _MAX_ELEMENTS = 2**24
 _MAX_ALIGNMENT = 2**20
 _DEFAULT_ALIGNMENT = 32
-# Of metadata: struct's letter by type.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
-_SCALARS[12] = "d"
+# Struct's letter by the type of metadata.
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-# What one element takes at least.
+# One element takes at least so many.
 _STRING_BYTES = 8
 
 
 class HeaderIncomplete(InvalidModel):
-    """What there is of the file ends within the header."""
+    """The part of the file that is there ends within the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +62,7 @@ def parse_header(name: str, data: memoryview, file_size: int) -> Header:
 
     name: of the file, in error messages.
     """
-    if bytes(data[: len(_MAGIC)]) != _MAGIC:
-        raise InvalidModel(
-            f"{name} is not a GGUF file, though its name ends with .gguf; download it again",
-            brief="not a GGUF file",
-        )
-    reader = _Reader(name, data, len(_MAGIC))
-    version = reader.scalar("I")
-    if version not in _VERSIONS:
-        is_swapped = version & 0xFFFF == 0
-        what = "big-endian numbers" if is_swapped else f"version {version} of the format"
-        raise InvalidModel(
-            f"{name} is a GGUF file with {what}, which is not supported; convert the model again "
-            "with a newer llama.cpp, on a little-endian machine",
-            brief=f"GGUF with {what}",
-        )
+    reader = _reader(name, data)
     num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
     metadata = {}
     for _ in range(num_entries):
@@ -107,6 +92,25 @@ def parse_header(name: str, data: memoryview, file_size: int) -> Header:
                 brief="its file is not complete",
             )
     return Header(metadata, tensors)
+
+
+def _reader(name: str, data: memoryview) -> "_Reader":
+    if bytes(data[: len(_MAGIC)]) != _MAGIC:
+        raise InvalidModel(
+            f"{name} is not a GGUF file, though its name ends with .gguf; download it again",
+            brief="not a GGUF file",
+        )
+    reader = _Reader(name, data, len(_MAGIC))
+    version = reader.scalar("I")
+    if version not in _VERSIONS:
+        is_swapped = version & 0xFFFF == 0
+        what = "big-endian numbers" if is_swapped else f"version {version} of the format"
+        raise InvalidModel(
+            f"{name} is a GGUF file with {what}, which is not supported; convert the model again "
+            "with a newer llama.cpp, on a little-endian machine",
+            brief=f"GGUF with {what}",
+        )
+    return reader
 
 
 class _Reader:
@@ -178,7 +182,7 @@ class _Reader:
         return list(struct.unpack(f"<{number}{letter}", content))
 
     def _text(self) -> str:
-        # Of tokens that are parts of a character, too, which no file has in practice.
+        # A token may be a part of a character, too, which no file has in practice.
         return bytes(self._take(self.scalar("Q"))).decode(errors="replace")
 
     def _letter(self, kind: int) -> str:

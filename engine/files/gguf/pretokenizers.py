@@ -6,7 +6,7 @@ from typing import Any
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-# Of digits, how many together.
+# The gap is for digits: how many together.
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _LLAMA3 = _WORDS % r"\p{N}{1,3}"
 _QWEN2 = _WORDS % r"\p{N}"
@@ -54,21 +54,21 @@ class PreTokenizer:
     adds_bos: bool = False
 
 
-_OF_LLAMA3 = PreTokenizer(_split(_LLAMA3), ignores_merges=True, adds_bos=True)
-_OF_DIGITS = PreTokenizer(_DIGITS)
+_LLAMA3_BPE = PreTokenizer(_split(_LLAMA3), ignores_merges=True, adds_bos=True)
+_SINGLE_DIGITS = PreTokenizer(_DIGITS)
 # Source: llama.cpp's names for the tokenizers of models; the rules are those models' own.
 PRE_TOKENIZERS = {
-    "llama-bpe": _OF_LLAMA3,
-    "llama3": _OF_LLAMA3,
-    "llama-v3": _OF_LLAMA3,
+    "llama-bpe": _LLAMA3_BPE,
+    "llama3": _LLAMA3_BPE,
+    "llama-v3": _LLAMA3_BPE,
     "dbrx": PreTokenizer(_split(_LLAMA3)),
     "smaug-bpe": PreTokenizer(_split(_LLAMA3)),
     "tekken": PreTokenizer(_split(_TEKKEN), ignores_merges=True, adds_bos=True),
     "qwen2": PreTokenizer(_split(_QWEN2), normalizer={"type": "NFC"}),
     "deepseek-r1-qwen": PreTokenizer(_split(_QWEN2)),
-    "smollm": _OF_DIGITS,
-    "starcoder": _OF_DIGITS,
-    "refact": _OF_DIGITS,
-    "minerva-7b": _OF_DIGITS,
+    "smollm": _SINGLE_DIGITS,
+    "starcoder": _SINGLE_DIGITS,
+    "refact": _SINGLE_DIGITS,
+    "minerva-7b": _SINGLE_DIGITS,
     "gpt-2": PreTokenizer(_GPT2),
 }

@@ -17,14 +17,14 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Of generation_config.json, by what the metadata calls it.
+# Fields of generation_config.json, by what the metadata calls them.
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
     "top_k": "general.sampling.top_k",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-# Of config.json, by what the metadata calls it, after the architecture.
+# Fields of config.json, by what the metadata calls them, after the architecture.
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -34,7 +34,7 @@ _FIELDS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "is_causal": "attention.causal",
-    # What other architectures have: refused unless it changes nothing.
+    # Other architectures have these: refused unless they change nothing.
     "num_experts": "expert_count",
     "clip_qkv": "attention.clamp_kqv",
     "attention_multiplier": "attention.scale",
@@ -48,7 +48,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_settings(path: Path, name: str) -> dict[str, Any] | None:
-    """What a directory's file of this name would hold; None for a file that has no such thing.
+    """Says what a directory's file of this name would hold; None where there is no such thing.
 
     Raises InvalidModel.
     """
@@ -62,7 +62,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]], "model_type": name}
     for field, key in _FIELDS.items():
         value = metadata.get(f"{name}.{key}")
-        # Of each layer, where they may differ.
+        # Where they may differ, there is one of each layer.
         config[field] = value[0] if isinstance(value, list) and len(set(value)) == 1 else value
     head_dim = metadata.get(f"{name}.attention.key_length")
     if head_dim is None:
@@ -133,22 +133,26 @@ def _rope(gguf: GgufFile, name: str) -> dict[str, Any]:
             )
     else:
         rope["factor"] = factor
-    if _ROPE_FACTORS in gguf.tensors:
-        if rope["rope_type"] != "default":
-            raise InvalidModel(
-                f"{gguf.path} has both {_ROPE_FACTORS} and {kind!r:.40} rope scaling, which is not "
-                "supported together"
-            )
-        # Llama 3's scaling, as what each frequency is divided by: in transformers' words, LongRoPE
-        # with the same factors for all lengths.
-        factors = _numbers(gguf, _ROPE_FACTORS)
-        rope |= {
-            "rope_type": "longrope",
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-        }
-    return rope
+    return rope | _rope_factors(gguf, rope["rope_type"])
+
+
+def _rope_factors(gguf: GgufFile, kind: str) -> dict[str, Any]:
+    """Llama 3's scaling, as what each frequency is divided by; empty for a file without it."""
+    if _ROPE_FACTORS not in gguf.tensors:
+        return {}
+    if kind != "default":
+        raise InvalidModel(
+            f"{gguf.path} has both {_ROPE_FACTORS} and {kind!r:.40} rope scaling, which is not "
+            "supported together"
+        )
+    # In transformers' words, LongRoPE with the same factors for all lengths.
+    factors = _numbers(gguf, _ROPE_FACTORS)
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+    }
 
 
 def _numbers(gguf: GgufFile, name: str) -> list[float]:

@@ -88,7 +88,7 @@ class _Tokens:
             raise self._wrong("token_type", f"a list of {len(self.texts)} numbers")
 
     def id_of(self, kind: str) -> int | None:
-        """Of a special token; None for a model without one."""
+        """The id of a special token; None for a model without one."""
         token_id = self._get(f"{kind}_token_id", int)
         if token_id is None or not 0 <= token_id < len(self.texts):
             return None
@@ -215,7 +215,7 @@ class _Tokens:
         }
 
     def _vocabulary(self) -> dict[str, int]:
-        """Of tokens with the same text, the first is what text becomes."""
+        """The ids of texts: where tokens have the same, the first."""
         vocabulary: dict[str, int] = {}
         for token_id, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True)):
             if kind != _UNUSED:

@@ -102,7 +102,6 @@ class Journal:
         self._memory[start : start + ENTRY_BYTES] = bytes(ENTRY_BYTES)
 
     def checksum(self, block_id: int) -> int:
-        """CRC-32 of its bytes as they are."""
         memory, checksum = self._memory, 0
         for offset, num_layers, size in self._parts:
             start, layer_bytes = offset + block_id * size, size * self._num_blocks

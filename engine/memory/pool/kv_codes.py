@@ -32,7 +32,6 @@ class Codes:
 
     @property
     def shape(self) -> torch.Size:
-        """As of a plain layer."""
         return self.codes.shape
 
 

@@ -86,7 +86,6 @@ class GroupPool:
 
 
 def bytes_needed(pools: Sequence[GroupPool], num_tokens: int) -> int:
-    """For one sequence of this length."""
     return sum(pool.most_blocks(num_tokens) * pool.block_bytes for pool in pools)
 
 

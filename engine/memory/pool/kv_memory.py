@@ -74,7 +74,8 @@ class KVMemory:
         self._identity = identity
         self._key = key or secrets.token_bytes(KEY_BYTES)
         self.num_blocks: tuple[int, ...] | None = None
-        """Of each pool that an earlier engine left; None where there is none of this identity."""
+        """The pools have these that an earlier engine left; None where there is none of this
+        identity."""
         header = os.pread(descriptor, _HEADER.size + _CHECK.size, 0)
         if len(header) == _HEADER.size + _CHECK.size and _check(header) == header[_HEADER.size :]:
             magic, of, found, *num_blocks = _HEADER.unpack(header[: _HEADER.size])

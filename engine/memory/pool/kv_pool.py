@@ -121,7 +121,6 @@ class KVPool:
             self._pages.reach(max(block_ids, default=0))
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
-        """The keys and the values that one layer reads."""
         part, number = self._places[index]
         return part.layer(number)
 

@@ -46,7 +46,6 @@ class KVShape:
 
     @property
     def all_sources(self) -> tuple[int, ...]:
-        """`source_of` each layer."""
         return self.sources or tuple(range(self.num_layers))
 
     @property

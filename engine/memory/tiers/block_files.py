@@ -92,9 +92,10 @@ class BlockFiles:
         path = self._own / f"{_UNFINISHED}{secrets.token_hex(8)}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w+b", buffering=0) as file:
+            with os.fdopen(descriptor, "w+b") as file:
                 path.unlink()
-                _write_all(descriptor, memoryview(bytes(_PROBE_BYTES)))
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
                 os.fsync(descriptor)
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -120,9 +121,9 @@ class BlockFiles:
             except FileNotFoundError:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 descriptor = os.open(unfinished, flags, 0o600)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), header)
-                _write_all(file.fileno(), content)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header)
+                file.write(content)
             unfinished.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -252,9 +253,3 @@ def _files(model: str | Path) -> Iterator[File]:
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     yield File(entry.path, entry.name, status.st_size, status.st_mtime)
-
-
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]

@@ -107,9 +107,6 @@ class DiskTier:
     def key(self) -> bytes:
         return self._files.key
 
-    def block_bytes(self, group: int) -> int:
-        return self._memory.num_bytes(group)
-
     def __contains__(self, block: TierBlock) -> bool:
         return block in self._known
 
@@ -262,7 +259,6 @@ class DiskTier:
         self._ended.put(Loaded(block, content is not None))
 
     def _look_around(self) -> None:
-        """Between two writes, now and then."""
         if self._clock() - self._scanned_s > _SCAN_S:
             self._scan()
 
@@ -288,7 +284,6 @@ class DiskTier:
     # Called by both.
 
     def _end(self, block: TierBlock, *, is_read: bool) -> None:
-        """A load has ended."""
         del self._loads[block]
         num_bytes = self._memory.num_bytes(block.group)
         self.rate.open_bytes -= num_bytes

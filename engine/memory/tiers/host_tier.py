@@ -459,7 +459,6 @@ class HostTier:
         return None
 
     def _drop(self, block: TierBlock) -> None:
-        """It cannot be found in memory any more."""
         piece = self._ready[block.group].pop(block, None)
         if piece is None:
             return

@@ -32,7 +32,6 @@ class StepsInFlight:
             self._changed.notify_all()
 
     def wait(self, num_launched: int) -> None:
-        """Returns when so many are complete."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_completed >= num_launched)
 

@@ -12,7 +12,6 @@ class TransferRate:
     """One direction's. One thread at a time may change it."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        """bytes_per_s: as measured at the start."""
         self._start_bytes_per_s = self.bytes_per_s = bytes_per_s
         self.open_bytes = 0
         """Loads that have begun and not ended have these."""
