@@ -4,6 +4,7 @@ A model's layers are in one or more groups (`scheduler.cache.groups`), each with
 each sequence, a table of its own. What a sequence can continue from must be in all of them.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from penstock.scheduler.types import BlockCopy, StateSnapshot, TableUpdate
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a waiting sequence needs of each group; its first num_computed tokens are computed.
+    """A waiting sequence needs this of each group; its first num_computed tokens are computed.
 
     num_stateless: of the tokens after those, the ones whose keys and values were found, but no
     recurrent state after them.
@@ -111,7 +112,6 @@ class KVCache:
         return Admission(num_computed, shares, num_stateless)
 
     def fits(self, admission: Admission, num_reserved: int) -> bool:
-        """Whether each group has what it takes and num_reserved blocks besides."""
         return all(
             each.fits(share, num_reserved)
             for each, share in zip(self.groups, admission.shares, strict=True)
@@ -151,6 +151,11 @@ class KVCache:
             for digest in each.missing(digests[:end])
         ]
         return blocks, end * self.block_size
+
+    def has_room(self, blocks: Items[TierBlock]) -> bool:
+        """Whether they can be taken to be loaded."""
+        nums = Counter(block.group for block in blocks)
+        return all(num <= self.blocks[group].num_available for group, num in nums.items())
 
     def refresh(self, admission: Admission) -> None:
         """The cached blocks of a sequence that is to be admitted are evicted after all others."""

@@ -59,7 +59,6 @@ class Loads:
         self._counts = TierStats()
 
     def __len__(self) -> int:
-        """Sequences that wait."""
         return len(self._waiting)
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -105,6 +104,8 @@ class Loads:
             self._count(late_total=1)
             return False
         new = self._new(blocks)
+        if not self._kv.has_room(new):
+            return False  # it shares a window with others, and its end needs another one
         if not self._pays(num_cached, end, new):
             self._tier.decline()
             self._count(slower_total=1)
@@ -139,7 +140,6 @@ class Loads:
         del self._waiting[sequence]
 
     def on_admission(self, sequence: Sequence, num_cached: int) -> None:
-        """It is admitted with so many tokens that need not be computed."""
         if sequence.num_cached_before_load is not None:
             self._count(hit_tokens_total=max(0, num_cached - sequence.num_cached_before_load))
             sequence.num_cached_before_load = None

@@ -66,6 +66,25 @@ def test_a_prefix_comes_back_after_its_memory_was_used_for_others(tmp_path: Path
     assert hits(driver, make_request("c", [5] * 30)) == 28
 
 
+def test_what_a_window_has_no_room_for_is_computed(tmp_path: Path) -> None:
+    """A prompt that shares the window of one that runs needs few blocks; its end needs others."""
+    windows = (None, 16)
+    first = engine(tmp_path, num_blocks=40, windows=windows, more_blocks=(40,))
+    first.scheduler.add(make_request("a", 50))
+    first.run()
+    assert isinstance(first.tier, DiskTier)
+    first.tier.work()
+    driver = engine(tmp_path, num_blocks=40, windows=windows, more_blocks=(7,))
+    shared, whole = make_request("b", 18, max_tokens=20), make_request("c", 50)
+    driver.scheduler.add(shared)
+    for _ in range(3):
+        driver.step()
+    driver.scheduler.add(whole)
+    driver.run()
+    alone = run_alone(whole, max_model_len=MAX_MODEL_LEN, windows=windows)
+    assert driver.tokens[whole.id, 0] == alone.tokens[whole.id, 0]
+
+
 def test_what_the_pool_still_has_is_not_read_again(tmp_path: Path) -> None:
     driver = engine(tmp_path, num_blocks=16)
     hits(driver, make_request("a", [5] * 41, max_tokens=1))
