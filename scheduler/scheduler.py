@@ -432,7 +432,7 @@ class Scheduler:
         not reach start in a later step. below: of the fair policy, only those of tenants whose
         counter is less.
         """
-        may_start = self._may_start_batch(now)
+        may_start = may_start_batch(self._config, self._waiting, self.num_running, now)
         is_closed = self._config.batching is not Batching.CONTINUOUS
         while self._free_slots and (is_closed or not budget.is_spent):
             sequence = self._waiting.peek()
@@ -488,17 +488,6 @@ class Scheduler:
         started = sequence.request.id, sequence.index, now, num_cached, sequence.predicted_ttft_s
         self._started.append(Started(*started))
         self._waiting.charge_cached(sequence, num_cached)
-
-    def _may_start_batch(self, now: float) -> bool:
-        oldest = self._waiting.peek()
-        waited_s = now - oldest.request.arrival_s if oldest else 0.0
-        return may_start_batch(
-            self._config.batching,
-            self.num_running,
-            len(self._waiting),
-            waited_s,
-            self._config.max_num_seqs,
-        )
 
     def _start_decodes(self) -> None:
         """Prefills whose last chunk is scheduled decode from the next step on.

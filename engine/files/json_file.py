@@ -104,7 +104,7 @@ class Fields:
     def __init__(self, path: Path | str, content: dict[str, Any]) -> None:
         """path: names the object in error messages."""
         self.path = path
-        self._content = content
+        self.content = content
         self._read: set[str] = set()
 
     @classmethod
@@ -122,14 +122,10 @@ class Fields:
     def get(self, name: str, default: Any = None) -> Any:
         """As it is, of any type."""
         self._read.add(name)
-        return self._content.get(name, default)
+        return self.content.get(name, default)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._content
-
-    @property
-    def content(self) -> dict[str, Any]:
-        return self._content
+        return name in self.content
 
     @property
     def asked(self) -> frozenset[str]:
@@ -139,11 +135,11 @@ class Fields:
     def unread(self) -> list[str]:
         """The fields that nothing has asked for yet, and that are not off: null, false, 0, or
         empty."""
-        return [name for name, value in self._content.items() if value and name not in self._read]
+        return [name for name, value in self.content.items() if value and name not in self._read]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
         """A copy; `defaults` are for fields that are absent."""
-        return Fields(self.path, {**defaults, **self._content})
+        return Fields(self.path, {**defaults, **self.content})
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Empty if it is absent."""

@@ -7,7 +7,7 @@ or not at all.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import count
 
@@ -31,16 +31,12 @@ class AdapterTable:
         self._send = send
         self._check_up = check_up
         self._has_started = False  # a process has
-        self._by_name: dict[str, LoadedAdapter] = {}
+        self.by_name: dict[str, LoadedAdapter] = {}
         self._leaving: dict[str, LoadedAdapter] = {}  # by id
         self._num_requests = Counter[str]()  # by name
         self._loading: dict[int, asyncio.Future[LoadedAdapter]] = {}
         self._numbers = count()
         self._turn = asyncio.Lock()
-
-    @property
-    def by_name(self) -> Mapping[str, LoadedAdapter]:
-        return self._by_name
 
     @property
     def max_loras(self) -> int:
@@ -50,7 +46,7 @@ class AdapterTable:
     @property
     def num_requests(self) -> dict[str, int]:
         """Since it was loaded, of each that is."""
-        return {name: self._num_requests[name] for name in self._by_name}
+        return {name: self._num_requests[name] for name in self.by_name}
 
     def count(self, adapter_id: str) -> None:
         self._num_requests[adapter_id.rpartition("@")[0]] += 1
@@ -60,7 +56,7 @@ class AdapterTable:
         if self._config is None or not self._has_started:
             return self._config
         self._leaving = {id_: each for id_, each in self._leaving.items() if id_ in ids_in_use}
-        adapters = (*self._by_name.values(), *self._leaving.values())
+        adapters = (*self.by_name.values(), *self._leaving.values())
         sources = tuple(
             AdapterSource(
                 name=each.name, path=each.path, base_model_name=each.base_model_name, id=each.id
@@ -71,7 +67,7 @@ class AdapterTable:
 
     def on_ready(self, loaded: Iterable[LoadedAdapter]) -> None:
         self._has_started = True
-        self._by_name = {each.name: each for each in loaded if each.id not in self._leaving}
+        self.by_name = {each.name: each for each in loaded if each.id not in self._leaving}
 
     def on_resumed(self) -> None:
         """The process has the open requests: what was unloaded before goes when they end."""
@@ -87,7 +83,7 @@ class AdapterTable:
     def on_loaded(self, message: AdapterLoaded) -> None:
         waiting = self._loading.pop(message.number, None)
         if waiting is None or waiting.done():
-            if message.adapter and message.adapter not in self._by_name.values():
+            if message.adapter and message.adapter not in self.by_name.values():
                 self._unload(message.adapter)  # nobody waits for it any more
         elif message.adapter:
             waiting.set_result(message.adapter)
@@ -101,15 +97,15 @@ class AdapterTable:
             raise AdapterRefused("start the server with --enable-lora to load adapters")
         async with self._turn:
             self._check_up()
-            before = self._by_name.get(name)
+            before = self.by_name.get(name)
             if before and not in_place:
                 raise AdapterRefused(
                     f"an adapter {name!r} is loaded already; set load_inplace to true to load "
                     "another in its place"
                 )
-            if not before and len(self._by_name) >= self._config.max_loras:
+            if not before and len(self.by_name) >= self._config.max_loras:
                 raise AdapterRefused(
-                    f"{len(self._by_name)} adapters are loaded, and --max-loras is "
+                    f"{len(self.by_name)} adapters are loaded, and --max-loras is "
                     f"{self._config.max_loras}; unload one first"
                 )
             number = next(self._numbers)
@@ -117,7 +113,7 @@ class AdapterTable:
             self._loading[number] = waiting
             self._send(LoadAdapter(number, AdapterSource(name=name, path=path)))
             loaded = await waiting
-            self._by_name[name] = loaded
+            self.by_name[name] = loaded
             self._leaving.pop(loaded.id, None)
             if before and before.id != loaded.id:
                 self._unload(before)
@@ -125,7 +121,7 @@ class AdapterTable:
 
     def unload(self, name: str) -> bool:
         """Requests that run with it go on. False where there is none of this name."""
-        adapter = self._by_name.pop(name, None)
+        adapter = self.by_name.pop(name, None)
         if adapter:
             del self._num_requests[name]
             self._unload(adapter)

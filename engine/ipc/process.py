@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -164,10 +163,6 @@ def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: Mo
 def main(build: BuildExecutor = build_executor) -> None:
     """Never returns."""
     die_with_parent()
-    # The terminal and some service managers signal the whole process group. The server decides
-    # when the engine ends, because it may have requests to finish first.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     pipe = Pipe(sys.argv[1])
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)

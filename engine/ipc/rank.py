@@ -7,7 +7,6 @@ It computes its part of each step that it gets, and dies with the engine process
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Never returns."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server decides when the engine ends
-        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), FromRank0)
     try:
         _follow(channel)

@@ -30,13 +30,10 @@ class LineWriter:
         self._descriptor = descriptor
         self._waiting: queue.Queue[str] = queue.Queue(max_waiting)
         self._num_dropped = 0
-        self._describe_dropped: Callable[[int], str] = "{} lines were dropped\n".format
+        self.describe_dropped: Callable[[int], str] = "{} lines were dropped\n".format
+        """Makes the line that says how many were dropped."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
         _writers.add(self)
-
-    def describe_dropped(self, describe: Callable[[int], str]) -> None:
-        """describe: makes the line that says how many were dropped."""
-        self._describe_dropped = describe
 
     def write(self, text: str) -> None:
         """Never waits. text: whole lines, or one to be drawn again."""
@@ -65,7 +62,7 @@ class LineWriter:
                 self._write(group)
             if self._num_dropped and self._waiting.empty():
                 num_dropped, self._num_dropped = self._num_dropped, 0
-                self._write(self._describe_dropped(num_dropped))
+                self._write(self.describe_dropped(num_dropped))
             for _ in lines:
                 self._waiting.task_done()
 

@@ -118,7 +118,7 @@ class _Handler(logging.Handler):
         super().__init__()
         self.setFormatter(formatter)
         self._writer = writer_to(_STDERR)
-        self._writer.describe_dropped(self._dropped)
+        self._writer.describe_dropped = self._dropped
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -9,7 +9,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when the thread that started it ends."""
+    """From now on the kernel kills this process when the thread that started it ends, and nothing
+    else does that is meant for the whole group, as a terminal's signals are: the server decides
+    when the engine ends, because it may have requests to finish first."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

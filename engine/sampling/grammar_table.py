@@ -39,8 +39,9 @@ class GrammarTable:
         self._open = OpenGrammars(grammars)
         self._eos_token_ids = grammars.eos_token_ids
         self.words_per_row = -(-vocab_size // 32)
-        self._memory = (ctypes.c_int32 * (max_num_seqs * self.words_per_row))()
-        self._bytes = memoryview(self._memory).cast("B")  # words are little-endian, as llguidance's
+        self.memory = (ctypes.c_int32 * (max_num_seqs * self.words_per_row))()
+        """(max_num_seqs, words_per_row): bit i % 32 of word i // 32 is set if id i is allowed."""
+        self._bytes = memoryview(self.memory).cast("B")  # words are little-endian, as llguidance's
         self._nothing = bytes(4 * self.words_per_row)
         self._max_num_seqs = max_num_seqs
         self._constraints: dict[int, Constraint] = {}
@@ -49,11 +50,6 @@ class GrammarTable:
         self._executor = LLExecutor()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._pending: Future[None] | None = None
-
-    @property
-    def memory(self) -> "ctypes.Array[ctypes.c_int32]":
-        """(max_num_seqs, words_per_row): bit i % 32 of word i // 32 is set if id i is allowed."""
-        return self._memory
 
     def prepare(self, request: Request) -> "Future[LLMatcher] | None":
         """Starts compiling what `assign` will need; None if there is nothing to wait for."""
@@ -159,7 +155,7 @@ class GrammarTable:
     def _fill(self, slots: list[int]) -> None:
         """Runs in the thread. A matcher that cannot consume an id gives an empty mask."""
         pairs = [(self._constraints[slot].matcher, slot) for slot in slots]
-        address, num_bytes = ctypes.addressof(self._memory), 4 * self.words_per_row
+        address, num_bytes = ctypes.addressof(self.memory), 4 * self.words_per_row
         unconsumed = self._unconsumed
         if len(slots) * self.words_per_row >= _MIN_PARALLEL_WORDS:
             ids = [(matcher, unconsumed.pop(slot)) for matcher, slot in pairs if slot in unconsumed]

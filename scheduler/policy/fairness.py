@@ -91,7 +91,7 @@ class FairQueue(WaitingQueue):
         self._has_used_quantum = False
         self._num_running = 0
         self._most_counter = 0.0
-        self.index = 1.0
+        self.fairness: float = 1.0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -196,10 +196,6 @@ class FairQueue(WaitingQueue):
     # Running sequences.
 
     makes_places = True
-
-    @property
-    def fairness(self) -> float:
-        return self.index
 
     def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
         self.tenant_of(sequence).charge(CACHED_TOKEN * num_tokens)
@@ -334,7 +330,7 @@ class FairQueue(WaitingQueue):
         for tenant in self._tenants.values():
             tenant.faded = tenant.recent
         squares = len(waited) * sum(each**2 for each in waited)
-        self.index = sum(waited) ** 2 / squares if squares else 1.0
+        self.fairness = sum(waited) ** 2 / squares if squares else 1.0
 
 
 def queue_for(policy: Policy) -> WaitingQueue:

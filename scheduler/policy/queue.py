@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from penstock.scheduler.cache.sequence import Sequence
-from penstock.scheduler.config import Batching
+from penstock.scheduler.config import Batching, SchedulerConfig
 
 # Static and dynamic batching start a batch when it is full, or when its oldest request has waited
 # this long, so that none waits for ever. 50 ms is a usual maximum delay of dynamic batchers; a
@@ -94,10 +94,8 @@ class WaitingQueue(OrderedQueue):
     makes_places = False
     """Whether running sequences are preempted for waiting ones."""
 
-    @property
-    def fairness(self) -> float | None:
-        """The fairness index, from 0 to 1."""
-        return None
+    fairness: float | None = None
+    """The fairness index, from 0 to 1."""
 
     def open(self, tenant: str, num_sequences: int) -> None:
         """A request of this tenant arrives."""
@@ -192,14 +190,16 @@ def _standing(sequence: Sequence) -> float:
 
 
 def may_start_batch(
-    batching: Batching, num_running: int, num_waiting: int, waited_s: float, max_num_seqs: int
+    config: SchedulerConfig, waiting: WaitingQueue, num_running: int, now: float
 ) -> bool:
     """Whether new sequences may be admitted now.
 
     Continuous batching: at every step. Static and dynamic: only when the batch before has ended,
     and then as a full batch, or with what is waiting once the oldest has waited long enough.
     """
-    if batching is Batching.CONTINUOUS:
+    if config.batching is Batching.CONTINUOUS:
         return True
-    is_due = num_waiting >= max_num_seqs or waited_s >= BATCH_WAIT_S[batching]
+    oldest = waiting.peek()
+    waited_s = now - oldest.request.arrival_s if oldest else 0.0
+    is_due = len(waiting) >= config.max_num_seqs or waited_s >= BATCH_WAIT_S[config.batching]
     return num_running == 0 and is_due

@@ -28,7 +28,7 @@ def test_lines_arrive_whole_and_in_order(pipe: tuple[int, int]) -> None:
 def test_what_does_not_fit_is_dropped_and_counted(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     lines = LineWriter(writer, max_waiting=10)
-    lines.describe_dropped("dropped {}\n".format)
+    lines.describe_dropped = "dropped {}\n".format
     for _ in range(1000):  # a kilobyte each, so the pipe is soon full
         lines.write("x" * 1023 + "\n")
     lines.flush(0.1)  # returns although nobody reads

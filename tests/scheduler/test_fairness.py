@@ -215,10 +215,10 @@ def test_the_index_tells_a_share_of_all_from_an_equal_one() -> None:
         driver.step()
         driver.now += 0.05
     assert driver.scheduler.stats().fairness_index is not None
-    assert 0.9 < fair(driver).index <= 1.0
+    assert 0.9 < fair(driver).fairness <= 1.0
     fair(driver)._active["a"].recent *= 50
     fair(driver).begin_step(driver.now + 2)
-    assert fair(driver).index < 0.6
+    assert fair(driver).fairness < 0.6
 
 
 def test_many_keys_that_came_once_are_forgotten() -> None:

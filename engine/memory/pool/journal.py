@@ -59,13 +59,9 @@ class Journal:
         self._table = table
         self._num_blocks = num_blocks
         self._parts = parts
-        self._key = key
+        self.key = key
         self._tick = 0
         self._checksums: dict[int, int] = {}  # of survivors
-
-    @property
-    def key(self) -> bytes:
-        return self._key
 
     def survivors(self) -> list[StoredBlock]:
         entries: dict[bytes, _Entry] = {}

@@ -78,7 +78,7 @@ class DiskTier:
     ) -> None:
         """read_bytes_per_s: as measured at the start. num_readers: threads that read, beside one
         that writes; 0 for no threads, where `work` does what they would."""
-        self._files = files
+        self._files, self.key = files, files.key
         self._memory = memory
         self._clock = clock
         self._known: dict[TierBlock, float] = {}  # when it was last marked as used
@@ -102,10 +102,6 @@ class DiskTier:
             _run(self._writes, "kv-offload-write", self._look_around)
             for number in range(num_readers):
                 _run(self._reads, f"kv-offload-read-{number}")
-
-    @property
-    def key(self) -> bytes:
-        return self._files.key
 
     def __contains__(self, block: TierBlock) -> bool:
         return block in self._known

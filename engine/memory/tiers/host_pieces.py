@@ -37,7 +37,7 @@ class HostPieces:
         # A copy to or from a device must lie within what was pinned at once.
         self._slice_slots = max(1, slice_bytes // sum(piece_bytes))
         self._slices: list[list[Tensor]] = [[] for _ in piece_bytes]
-        self._checksums = [[0] * num_slots for _ in piece_bytes]
+        self.checksums = [[0] * num_slots for _ in piece_bytes]
 
     @property
     def num_groups(self) -> int:
@@ -72,12 +72,6 @@ class HostPieces:
             start = end
         return found
 
-    def checksum(self, group: int, slot: int) -> int:
-        return self._checksums[group][slot]
-
-    def set_checksum(self, group: int, slot: int, checksum: int) -> None:
-        self._checksums[group][slot] = checksum
-
     def num_bytes(self, group: int) -> int:
         return self._piece_bytes[group] + _CHECKSUM.size
 
@@ -85,7 +79,7 @@ class HostPieces:
         content = np.empty(self.num_bytes(group), np.uint8)
         content[: -_CHECKSUM.size] = self._piece(group, block_id).numpy()
         found = content.data
-        _CHECKSUM.pack_into(found, self._piece_bytes[group], self._checksums[group][block_id])
+        _CHECKSUM.pack_into(found, self._piece_bytes[group], self.checksums[group][block_id])
         return found
 
     def reach(self, group: int, block_id: int) -> None:
@@ -95,7 +89,7 @@ class HostPieces:
         found = np.frombuffer(content, np.uint8)
         self._piece(group, block_id).numpy()[...] = found[: -_CHECKSUM.size]
         (checksum,) = _CHECKSUM.unpack_from(content, self._piece_bytes[group])
-        self._checksums[group][block_id] = checksum
+        self.checksums[group][block_id] = checksum
 
     def _piece(self, group: int, slot: int) -> Tensor:
         return self.runs(group, (slot,))[0][0]

@@ -150,6 +150,7 @@ class HostTier:
         self._mover = mover
         self._pieces = pieces
         self._disk = disk
+        self.key = PROCESS_KEY if disk is None else disk.key
         self._clock = clock
         groups = range(pieces.num_groups)
         self._free: list[deque[int]] = [deque(range(pieces.num_grown)) for _ in groups]
@@ -174,10 +175,6 @@ class HostTier:
                 threading.Thread(target=run, name=f"kv-offload{run.__name__}", daemon=True).start()
         else:
             self._grow()
-
-    @property
-    def key(self) -> bytes:
-        return PROCESS_KEY if self._disk is None else self._disk.key
 
     def __contains__(self, block: TierBlock) -> bool:
         return block in self._ready[block.group] or self._is_on_disk(block)
@@ -381,7 +378,7 @@ class HostTier:
                 if block in gathering.forgotten or block in self._ready[group]:
                     self._free[group].append(slot)
                     continue
-                self._pieces.set_checksum(group, slot, checksum)
+                self._pieces.checksums[group][slot] = checksum
                 self._ready[group][block] = _Piece(slot)
                 if self._disk is not None:
                     self._disk.store(block, slot)
@@ -399,7 +396,7 @@ class HostTier:
                 assert load.piece, load
                 slot = load.piece.slot
                 moves.append(Move(load.block_id, slot, _seed(load.block)))
-                checksums.append(self._pieces.checksum(group, slot))
+                checksums.append(self._pieces.checksums[group][slot])
         # Its slots are pinned, and its blocks nobody else's until it has ended.
         transfer = self._mover.scatter(group, moves, checksums, [load.fence for load in loads])
         self._scattering = _Scattering(loads, checksums, transfer)
