@@ -197,9 +197,9 @@ def may_start_batch(
     Continuous batching: at every step. Static and dynamic: only when the batch before has ended,
     and then as a full batch, or with what is waiting once the oldest has waited long enough.
     """
+    oldest = waiting.peek()
     if config.batching is Batching.CONTINUOUS:
         return True
-    oldest = waiting.peek()
     waited_s = now - oldest.request.arrival_s if oldest else 0.0
     is_due = len(waiting) >= config.max_num_seqs or waited_s >= BATCH_WAIT_S[config.batching]
     return num_running == 0 and is_due
