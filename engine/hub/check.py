@@ -22,7 +22,7 @@ from penstock.engine.models.families.unsupported import (
     without_config,
     without_weights,
 )
-from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
+from penstock.engine.models.formats.parse import HF_QUANT_CONFIG
 
 GENERATION_CONFIG = "generation_config.json"
 # One of them is enough; without tokenizer.json, transformers converts the others.

@@ -44,7 +44,7 @@ from penstock.engine.hub.model_files import Download, ModelFiles
 from penstock.engine.hub.progress import DownloadProgress, DownloadStopped, size
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families.unsupported import not_a_model
-from penstock.engine.models.quantization.parse import HF_QUANT_CONFIG
+from penstock.engine.models.formats.parse import HF_QUANT_CONFIG
 
 logger = logging.getLogger(__name__)
 

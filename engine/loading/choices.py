@@ -12,7 +12,7 @@ from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import computes_bfloat16
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.families.families import FAMILIES
-from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.formats.parse import quantization_name
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)

@@ -40,8 +40,8 @@ from penstock.engine.models.errors import (
     UnsupportedFeature,
     UnsupportedWeightFormat,
 )
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
-from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import cpu_linear
 from penstock.engine.models.parts.delta_net.layer import Recurrence, torch_recurrence
 from penstock.engine.native.features import check_features, may_code_kv

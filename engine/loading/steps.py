@@ -22,7 +22,7 @@ from penstock.engine.memory.tiers.offload import refuse_with_states
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.formats.kept import Kept
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart

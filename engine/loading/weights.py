@@ -16,8 +16,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.kept import Kept
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
-from penstock.engine.models.layers.kept import Kept
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.parts.reader import Empty, WeightSource

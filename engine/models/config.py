@@ -18,6 +18,9 @@ from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.families.families import FAMILIES, find_family
 from penstock.engine.models.families.keys import check_keys
 from penstock.engine.models.families.outline import Outline
+from penstock.engine.models.formats.config import QuantizationConfig
+from penstock.engine.models.formats.parse import read_quantization
+from penstock.engine.models.formats.scheme import KeptBytes, Scheme
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import check_neutral, longest_sequence
 from penstock.engine.models.parts.embedding.config import Embedding
@@ -27,9 +30,6 @@ from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, TensorTable, differences
-from penstock.engine.models.quantization.config import QuantizationConfig
-from penstock.engine.models.quantization.parse import read_quantization
-from penstock.engine.models.quantization.schemes import KeptBytes, Scheme
 from penstock.engine.step.model_info import RoutedExperts
 
 logger = logging.getLogger(__name__)

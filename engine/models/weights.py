@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.engine.files.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
-from penstock.engine.models.division.cut import Cut
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.config import QuantizationConfig
+from penstock.engine.models.formats.cut import Cut
+from penstock.engine.models.formats.made_up import made_up_layer
+from penstock.engine.models.formats.read_layer import read_layer
+from penstock.engine.models.formats.scheme import divided
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.parts.reader import Empty
-from penstock.engine.models.quantization.config import QuantizationConfig
-from penstock.engine.models.quantization.schemes import divided
-from penstock.engine.models.readers.layer import read_layer
-from penstock.engine.models.readers.made_up import made_up_layer
 
 logger = logging.getLogger(__name__)
 

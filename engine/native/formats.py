@@ -2,7 +2,7 @@
 
 import itertools
 
-from penstock.engine.models.quantization.schemes import (
+from penstock.engine.models.layers.weight_formats import (
     FP8_FORMAT,
     LEVELS_FORMAT,
     block_format,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.models.quantization.schemes import FP8_FORMAT
+from penstock.engine.models.layers.weight_formats import FP8_FORMAT
 from penstock.engine.native import compiler
 from penstock.engine.native.compiler import Source
 from penstock.engine.native.formats import FORMATS_BY_SOURCE

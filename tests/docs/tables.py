@@ -17,7 +17,7 @@ import torch
 from prometheus_client.core import Metric
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.quantization.schemes import Scheme
+from penstock.engine.models.formats.scheme import Scheme
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.stats import GroupBlocks, PlaceStats, TierStats
 from tests.support.paths import ROOT
@@ -128,8 +128,8 @@ def quantized() -> str:
     """The quantized formats that the tests load, and as what each device holds them."""
     from torch import device
 
+    from penstock.engine.models.formats.kept import AsStored, Kept
     from penstock.engine.models.layers.coded import OnGpu
-    from penstock.engine.models.layers.kept import AsStored, Kept
     from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
     from tests.support.quantized_checkpoints import FORMATS, scheme_of
 

@@ -24,7 +24,7 @@ from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quantize import Rounder
 from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.process.phases import Phases
 from tests.demo_model.training.corpus import documents

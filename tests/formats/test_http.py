@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.models.quantization.schemes import FP8_FORMAT
+from penstock.engine.models.layers.weight_formats import FP8_FORMAT
 from tests.support.paths import DEMO_MODEL
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.serving import RunningServer

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.files.json_file import Fields
-from penstock.engine.models.quantization.parse import read_quantization
-from penstock.engine.models.quantization.schemes import Scheme
+from penstock.engine.models.formats.parse import read_quantization
+from penstock.engine.models.formats.scheme import Scheme
 
 Array = np.ndarray[Any, Any]
 # The tensors of a layer by the ends of their names, and the weight that they stand for.

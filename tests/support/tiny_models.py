@@ -19,7 +19,7 @@ from penstock.engine.loading.weights import weight_source
 from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel, Model
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.parts.delta_net.layer import torch_recurrence
 from penstock.engine.native.formats import CODE_FORMATS

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.engine.models.at_load.rounding import GROUP_SIZE, LEVELS, Codes, Kind
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
-from penstock.engine.models.quantization.schemes import LEVELS_FORMAT, integer_format
+from penstock.engine.models.layers.weight_formats import LEVELS_FORMAT, integer_format
 
 _MAX_NAMES = 3
 

@@ -17,7 +17,7 @@ from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
-from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.formats.kept import Kept
 from penstock.engine.models.layers.linear import PlainLinear
 
 # Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.

@@ -30,7 +30,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.kept import Kept
+from penstock.engine.models.formats.kept import Kept
 from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION
 from penstock.engine.models.parts.reader import WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights

@@ -14,9 +14,9 @@ from math import gcd
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.division.cut import CannotCut, Cut
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.quantization.schemes import columns_of_scale
+from penstock.engine.models.formats.cut import CannotCut, Cut
+from penstock.engine.models.formats.scheme import columns_of_scale
 from penstock.scheduler.errors import InvalidConfig
 
 # Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and

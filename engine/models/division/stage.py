@@ -16,10 +16,10 @@ from torch import Tensor
 
 from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
 from penstock.engine.models.config import LAYER, ModelConfig, index_and_name
+from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION, TABLE, PerLayerInputs
 from penstock.engine.models.parts.reader import WeightSource
-from penstock.engine.models.quantization.schemes import KeptBytes
 from penstock.scheduler.errors import InvalidConfig
 
 _PLAIN_BYTES = 2

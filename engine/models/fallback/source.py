@@ -15,7 +15,7 @@ from penstock.engine.config import ModelImpl
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.errors import UnsupportedClass
-from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.formats.parse import quantization_name
 
 # How the classes of decoders end; those of text and images are other ones.
 _DECODER = r"\w*(?:ForCausalLM|LMHeadModel)"

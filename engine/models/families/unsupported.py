@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.quantization.parse import quantization_name
+from penstock.engine.models.formats.parse import quantization_name
 
 _READS = "Penstock reads weights from safetensors and GGUF files"
 

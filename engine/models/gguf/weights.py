@@ -21,12 +21,12 @@ from penstock.engine.files.gguf.tensor_types import TensorType
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf import blocks
+from penstock.engine.models.formats import gguf as blocks
+from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
 from penstock.engine.models.layers.grouped import StackedLinear
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.parts.reader import Empty
-from penstock.engine.models.quantization.schemes import KeptBytes
 
 logger = logging.getLogger(__name__)
 

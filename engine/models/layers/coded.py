@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.kernels.codes.weight import CodedWeight
+from penstock.engine.models.formats.scheme import Awq, Blocks, Fp4, Fp8, Gptq, Integers, Scheme
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
 from penstock.engine.models.layers.linear import (
@@ -18,15 +19,6 @@ from penstock.engine.models.layers.linear import (
     StoredLinear,
     bands,
     tensor_bytes,
-)
-from penstock.engine.models.quantization.schemes import (
-    Awq,
-    Blocks,
-    Fp4,
-    Fp8,
-    Gptq,
-    Integers,
-    Scheme,
 )
 
 # Columns whose codes are in neighbouring bytes, by bits: in registers, 64 bytes of 8 bits take as

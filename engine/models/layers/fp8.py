@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.layers.linear import bands, tensor_bytes
-from penstock.engine.models.quantization.schemes import FP8_FORMAT
+from penstock.engine.models.layers.weight_formats import FP8_FORMAT
 
 
 class Fp8Linear:

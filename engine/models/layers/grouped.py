@@ -8,11 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.layers.linear import StoredLinear, bands, tensor_bytes
-from penstock.engine.models.quantization.schemes import (
-    LEVELS_FORMAT,
-    block_format,
-    integer_format,
-)
+from penstock.engine.models.layers.weight_formats import LEVELS_FORMAT, block_format, integer_format
 
 FACTOR_COLUMNS = 256
 # Weights that are widened together, in some 20 bytes each.

@@ -13,11 +13,11 @@ from torch import Tensor
 from penstock.engine.kernels.codes.scaled import takes
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.pool.kv_codes import decode, encode
+from penstock.engine.models.formats.made_up import made_up_layer
+from penstock.engine.models.formats.scheme import Awq, Fp8, Integers, Scheme
 from penstock.engine.models.layers.coded import CodedLinear, OnGpu
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.linear import StoredLinear
-from penstock.engine.models.quantization.schemes import Awq, Fp8, Integers, Scheme
-from penstock.engine.models.readers.made_up import made_up_layer
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.linear_cases import layer_shapes
 from tests.bench.engine.models import model_config

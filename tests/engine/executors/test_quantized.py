@@ -10,7 +10,7 @@ from penstock.engine.config import LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from tests.support.compiler import needs_compiler
 from tests.support.executors import cpu_executor
 from tests.support.quantized_checkpoints import FORMATS, save_quantized

@@ -11,6 +11,7 @@ from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.formats.scheme import Fp8
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts
@@ -22,7 +23,6 @@ from penstock.engine.models.parts.experts.kernels.routing import (
 )
 from penstock.engine.models.parts.experts.layer import mixed, routes
 from penstock.engine.models.parts.mlp.config import Activation
-from penstock.engine.models.quantization.schemes import Fp8
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, random
 from tests.support.paths import MODEL_CONFIGS

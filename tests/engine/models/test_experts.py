@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.layer import routes

@@ -18,7 +18,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import read_layer
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.process.phases import LoadProgress, Phases

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import compiler, library
 from penstock.engine.native.formats import CODE_FORMATS

@@ -19,9 +19,9 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
 from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks

@@ -4,9 +4,9 @@ Source of the layout: modelopt/torch/export/quant_utils.py.
 """
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.schemes import Fp4, Fp8, Scheme
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.scheme import Fp4, Fp8, Scheme
+from penstock.engine.models.formats.settings import Settings
 
 _NVFP4_GROUP = 16
 

@@ -1,38 +1,12 @@
-"""AWQ and GPTQ: integers stored with the columns of the weight first."""
+"""GPTQ: integers stored with the columns of the weight first."""
 
 import torch
-from torch import Tensor
 
+from penstock.engine.models.formats.bits import unpacked
+from penstock.engine.models.formats.parts import GroupedPart
+from penstock.engine.models.formats.scheme import Gptq
+from penstock.engine.models.formats.tensors import LayerTensors
 from penstock.engine.models.layers.grouped import packed_nibbles
-from penstock.engine.models.quantization.schemes import Awq, Gptq
-from penstock.engine.models.readers.bits import unpacked
-from penstock.engine.models.readers.parts import GroupedPart
-from penstock.engine.models.readers.tensors import LayerTensors
-
-# Where AWQ puts each of eight columns, from the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7 in reverse.
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedPart:
-    columns = tensors.in_features
-    group_size = scheme.group_size or columns
-    groups = -(-columns // group_size)
-    qweight = tensors.take("qweight", (torch.int32,))
-    tensors.check("qweight", qweight, (columns, qweight.shape[1]))
-    rows = 8 * qweight.shape[1]
-    qzeros = tensors.take("qzeros", (torch.int32,))
-    tensors.check("qzeros", qzeros, (groups, qweight.shape[1]))
-    scales = tensors.scales("scales", (groups, rows))
-    part = tensors.part("qweight", qweight, (1, 8), (0, 1))
-    codes = packed_nibbles(_in_order(part).t())
-    of_groups, size = tensors.groups(scales.t(), group_size)
-    zeros, _ = tensors.groups(_in_order(qzeros).t(), group_size)
-    return GroupedPart(codes, of_groups, size, tensors.columns, zeros=zeros)
-
-
-def _in_order(packed: Tensor) -> Tensor:
-    numbers = unpacked(packed, 4)
-    return numbers.view(len(numbers), -1, 8)[..., _AWQ_ORDER].flatten(1)
 
 
 def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedPart:

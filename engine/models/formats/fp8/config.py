@@ -1,9 +1,9 @@
 """FP8 as transformers writes it: Qwen's, DeepSeek's and Mistral's own checkpoints."""
 
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.schemes import Fp8
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.scheme import Fp8
+from penstock.engine.models.formats.settings import Settings
 
 
 def parse_fp8(settings: Settings) -> QuantizationConfig:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from penstock.engine.models.quantization.schemes import Scheme, divided
+from penstock.engine.models.formats.scheme import Scheme, divided
 
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.models.formats.fp4.layer import LEVELS
+from penstock.engine.models.formats.scheme import Awq, Fp4, Fp8, Gptq, Integers, Scheme
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import StoredLinear
-from penstock.engine.models.quantization.schemes import Awq, Fp4, Fp8, Gptq, Integers, Scheme
-from penstock.engine.models.readers.fp4 import LEVELS
 
 # The standard deviation of what random codes stand for, by their bits, and of E2M1's levels.
 _OF_CODES = {4: 4.6, 8: 74.0}

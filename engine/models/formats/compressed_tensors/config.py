@@ -6,10 +6,10 @@ Source of the layouts: the compressors of the package compressed-tensors, 0.20.
 from collections.abc import Callable
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.quantization.config import LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.fp8 import block
-from penstock.engine.models.quantization.schemes import Fp4, Fp8, Integers, Scheme
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.fp8.config import block
+from penstock.engine.models.formats.scheme import Fp4, Fp8, Integers, Scheme
+from penstock.engine.models.formats.settings import Settings
 
 _NAME = "compressed-tensors"
 # Strategies whose scales are one for all or one for each row.

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.models.quantization.schemes import Fp8
-from penstock.engine.models.readers.parts import Fp8Part
-from penstock.engine.models.readers.tensors import LayerTensors
+from penstock.engine.models.formats.parts import Fp8Part
+from penstock.engine.models.formats.scheme import Fp8
+from penstock.engine.models.formats.tensors import LayerTensors
 
 _NAN = 0x7F
 

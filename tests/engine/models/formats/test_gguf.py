@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.files.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
-from penstock.engine.models.gguf import blocks
+from penstock.engine.models.formats import gguf as blocks
 
 TYPES = pytest.mark.parametrize(
     ("number", "kind"), TENSOR_TYPES.items(), ids=[kind.name for kind in TENSOR_TYPES.values()]

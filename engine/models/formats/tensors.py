@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.files.tensor_files import TensorFiles, is_finite
-from penstock.engine.models.division.cut import CannotCut, Cut
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.cut import CannotCut, Cut
 
 # Of scales; the last has powers of two alone.
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)

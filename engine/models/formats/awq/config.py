@@ -3,9 +3,9 @@
 Source of the layout: `WQLinear_GEMM` of AutoAWQ (awq/modules/linear/gemm.py).
 """
 
-from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.schemes import Awq
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.scheme import Awq
+from penstock.engine.models.formats.settings import Settings
 
 
 def parse_awq(settings: Settings) -> QuantizationConfig:

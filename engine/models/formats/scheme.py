@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Protocol
 
+from penstock.engine.models.layers.weight_formats import (
+    FP8_FORMAT,
+    LEVELS_FORMAT,
+    block_format,
+    integer_format,
+)
+
 _FLOAT16_BYTES = 2
 _FLOAT32_BYTES = 4
-# Codes of 4 bits that stand for the numbers of a table.
-LEVELS_FORMAT = "int4 levels"
-# e4m3, with a scale for each block.
-FP8_FORMAT = "fp8"
 
 
 class Scheme(Protocol):
@@ -182,15 +185,6 @@ def divided(scheme: Scheme, rows: int, columns: int) -> Scheme:
     if scheme.group_size is None:
         return scheme
     return replace(scheme, group_size=gcd(scheme.group_size, columns))
-
-
-def integer_format(bits: int, is_symmetric: bool) -> str:
-    return f"int{bits}" if is_symmetric else f"int{bits} asymmetric"
-
-
-def block_format(bits: int, *, has_minima: bool) -> str:
-    """Of GGUF's blocks: codes of 4, 5 or 6 bits, whose scales may be codes themselves."""
-    return f"blocks of int{bits}" + " with minima" * has_minima
 
 
 def _grouped_bytes(

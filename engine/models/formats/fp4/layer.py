@@ -2,9 +2,9 @@
 
 import torch
 
-from penstock.engine.models.quantization.schemes import Fp4
-from penstock.engine.models.readers.parts import GroupedPart
-from penstock.engine.models.readers.tensors import LayerTensors
+from penstock.engine.models.formats.parts import GroupedPart
+from penstock.engine.models.formats.scheme import Fp4
+from penstock.engine.models.formats.tensors import LayerTensors
 
 # Twice the numbers that the codes stand for, so that they are integers; bit 3 is the sign.
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.models.quantization.schemes import Integers
-from penstock.engine.models.readers.bits import unpacked
-from penstock.engine.models.readers.parts import GroupedPart
-from penstock.engine.models.readers.tensors import LayerTensors
+from penstock.engine.models.formats.bits import unpacked
+from penstock.engine.models.formats.parts import GroupedPart
+from penstock.engine.models.formats.scheme import Integers
+from penstock.engine.models.formats.tensors import LayerTensors
 
 
 def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedPart:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.layers.kept import AsStored
+from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, gptq, save_quantized

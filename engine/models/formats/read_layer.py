@@ -6,17 +6,18 @@ from typing import Any
 from torch import Tensor
 
 from penstock.engine.files.tensor_files import PLAIN_DTYPES, TensorFiles
-from penstock.engine.models.division.cut import Cut
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.awq.layer import read_awq
+from penstock.engine.models.formats.compressed_tensors.layer import read_integers
+from penstock.engine.models.formats.config import QuantizationConfig
+from penstock.engine.models.formats.cut import Cut
+from penstock.engine.models.formats.fp4.layer import read_fp4
+from penstock.engine.models.formats.fp8.layer import read_fp8
+from penstock.engine.models.formats.gptq.layer import read_gptq
+from penstock.engine.models.formats.parts import Part, PlainPart, stacked
+from penstock.engine.models.formats.scheme import Awq, Fp4, Fp8, Gptq, Integers
+from penstock.engine.models.formats.tensors import LayerTensors
 from penstock.engine.models.layers.linear import StoredLinear
-from penstock.engine.models.quantization.config import QuantizationConfig
-from penstock.engine.models.quantization.schemes import Awq, Fp4, Fp8, Gptq, Integers
-from penstock.engine.models.readers.fp4 import read_fp4
-from penstock.engine.models.readers.fp8 import read_fp8
-from penstock.engine.models.readers.integers import read_integers
-from penstock.engine.models.readers.parts import Part, PlainPart, stacked
-from penstock.engine.models.readers.tensors import LayerTensors
-from penstock.engine.models.readers.transposed import read_awq, read_gptq
 
 _READERS: dict[type, Callable[[LayerTensors, Any], Part]] = {
     Awq: read_awq,

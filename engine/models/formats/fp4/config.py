@@ -1,8 +1,8 @@
 """MXFP4 as gpt-oss has it: of experts alone, which are stacked in the file."""
 
-from penstock.engine.models.quantization.config import LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.schemes import Fp4
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.scheme import Fp4
+from penstock.engine.models.formats.settings import Settings
 
 _EXPERTS = "re:.*\\.mlp\\.experts\\..*"
 # Of the microscaling formats: columns that share a power of two.

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.files.gguf.tensor_types import TensorType
+from penstock.engine.models.formats.scheme import Blocks
 from penstock.engine.models.layers.grouped import (
     BlockParts,
     GroupedLinear,
     packed_bits,
     packed_nibbles,
 )
-from penstock.engine.models.quantization.schemes import Blocks
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4 stand for.

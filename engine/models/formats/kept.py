@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Protocol
 
+from penstock.engine.models.formats.scheme import Scheme
 from penstock.engine.models.layers.linear import Linear, StoredLinear
-from penstock.engine.models.quantization.schemes import Scheme
 
 
 class Kept(Protocol):

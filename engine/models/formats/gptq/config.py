@@ -7,9 +7,9 @@ Source of the layout: `pack` in AutoGPTQ's auto_gptq/nn_modules/qlinear/qlinear_
 from typing import Any
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.quantization.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.quantization.schemes import Gptq
-from penstock.engine.models.quantization.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
+from penstock.engine.models.formats.scheme import Gptq
+from penstock.engine.models.formats.settings import Settings
 
 # By checkpoint_format: what is to be added to the zeros that are stored.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}

@@ -1,0 +1,1 @@
+"""compressed-tensors, the format of LLM Compressor, and its integers."""

@@ -1,0 +1,1 @@
+"""GPTQ: symmetric integers, packed along the columns of a weight."""
