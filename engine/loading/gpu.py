@@ -42,7 +42,7 @@ from penstock.engine.models.at_load.quantize import Quantized
 from penstock.engine.models.decoder.fused import FusedModel, check_parts
 from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.process.phases import Phases

@@ -20,7 +20,7 @@ from penstock.engine.models.families.keys import check_keys
 from penstock.engine.models.families.outline import Outline
 from penstock.engine.models.formats.config import QuantizationConfig
 from penstock.engine.models.formats.parse import read_quantization
-from penstock.engine.models.formats.scheme import KeptBytes, Scheme
+from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import check_neutral, longest_sequence
 from penstock.engine.models.parts.embedding.config import Embedding
@@ -309,12 +309,12 @@ class ModelConfig:
         """Whether any layer that is quantized becomes plain."""
         return any(kept(scheme, *shape) is None for _, scheme, shape in self.quantized_layers())
 
-    def quantized_layers(self) -> Iterator[tuple[str, Scheme, tuple[int, int]]]:
+    def quantized_layers(self) -> Iterator[tuple[str, TensorScheme, tuple[int, int]]]:
         """The name, scheme and shape of each matrix that config.json says is quantized."""
         for name, scheme, shape, _ in self._quantized():
             yield name, scheme, shape
 
-    def _quantized(self) -> Iterator[tuple[str, Scheme, tuple[int, int], LinearSpec]]:
+    def _quantized(self) -> Iterator[tuple[str, TensorScheme, tuple[int, int], LinearSpec]]:
         if self.quantization is not None:
             for name, shape, linear in self._quantizable():
                 scheme = self.quantization.scheme_of_part(name, shape)

@@ -17,16 +17,21 @@ from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.config import QuantizationConfig
 from penstock.engine.models.formats.cut import Cut
-from penstock.engine.models.formats.made_up import made_up_layer
-from penstock.engine.models.formats.read_layer import read_layer
-from penstock.engine.models.formats.scheme import divided
-from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.formats.tensors import LayerTensors
+from penstock.engine.models.layers.linear import (
+    JoinableLinear,
+    PlainLinear,
+    StoredLinear,
+    stacked,
+)
 from penstock.engine.models.parts.reader import Empty
 
 logger = logging.getLogger(__name__)
 
 # Of random weights.
 _STD = 0.02
+# The tensors of which any shows that a layer is in the checkpoint.
+_WEIGHTS = ("weight", "weight_packed", "qweight", "blocks")
 # Ends of the names of what scales a quantized KV cache.
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
@@ -86,9 +91,46 @@ class Checkpoint:
         """See `WeightSource`."""
         if self._quantization is None:
             return None
-        cut_of = self._shard.cut if self._shard is not None else _all
-        settings = self._files, self._quantization
-        return read_layer(*settings, shape, bias, names, self.read, cut_of)
+        # The tensors decide whether a layer is plain: checkpoints do not name all of those.
+        are_plain = [self._is_plain(name) for name in names]
+        if all(are_plain) or not any(f"{names[0]}.{weight}" in self._files for weight in _WEIGHTS):
+            return None
+        layers: list[JoinableLinear] = [
+            self._plain(name, shape[1]) if is_plain else self._coded(name, shape[1])
+            for name, is_plain in zip(names, are_plain, strict=True)
+        ]
+        if (rows := sum(layer.out_features for layer in layers)) != shape[0]:
+            raise InvalidModel(
+                f"{', '.join(map(repr, names))} in {self._files.directory} have {rows} rows in "
+                f"all, not the {shape[0]} that config.json implies"
+            )
+        return stacked(layers, bias)
+
+    def _is_plain(self, name: str) -> bool:
+        weight = f"{name}.weight"
+        return weight in self._files and self._files.get(weight).dtype in PLAIN_DTYPES
+
+    def _plain(self, name: str, columns: int) -> PlainLinear:
+        """Reads a layer that is plain beside others that are quantized."""
+        weight = f"{name}.weight"
+        rows = self._files.get(weight).shape[:1].numel()  # a scalar is refused when read
+        return PlainLinear(self.read((self._cut(name).num_rows(rows), columns), weight), None)
+
+    def _coded(self, name: str, columns: int) -> JoinableLinear:
+        """Reads one layer of the checkpoint, without its bias. columns: of the part."""
+        assert self._quantization is not None
+        scheme = self._quantization.scheme_if_quantized(name)
+        if scheme is None:
+            raise InvalidModel(
+                f"the layer {name!r} in {self._files.directory} is quantized, but config.json does "
+                "not say how: none of its groups has it"
+            )
+        cut = self._cut(name)
+        whole = columns if cut.columns is None else cut.columns.whole
+        return scheme.read(LayerTensors(self._files, name, whole, cut))
+
+    def _cut(self, name: str) -> Cut:
+        return Cut() if self._shard is None else self._shard.cut(name)
 
     def _check_finite(self, name: str, part: Tensor) -> None:
         """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
@@ -152,16 +194,12 @@ class RandomWeights:
         if scheme is None or others:
             return None
         if self._shard is not None and self._shard.cut(names[0]).columns is not None:
-            scheme = divided(scheme, 0, shape[1])
+            scheme = scheme.divided(0, shape[1])
         generator = self._generator(f"{names[0]}.weight", torch.device("cpu"))
-        return made_up_layer(scheme, shape, bias, _STD, generator)
+        return scheme.made_up(shape, bias, _STD, generator)
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         """name: of a tensor."""
         if self._shard is not None and self._shard.splits(name):
             name = f"{name} of rank {self._shard.rank}"
         return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-
-
-def _all(_: str) -> Cut:
-    return Cut()

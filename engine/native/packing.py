@@ -13,8 +13,8 @@ from torch.nn import functional
 from penstock.engine.memory.host import Arena, zeros_on_touch
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.fp8 import Fp8Linear
-from penstock.engine.models.layers.grouped import BlockParts, GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear
+from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear, StackedLinear
 from penstock.engine.native.formats import CODE_FORMATS, format_number
 from penstock.engine.native.structures import structure
 
@@ -137,8 +137,8 @@ class Packer:
             native.offset = -int(layer.levels.min())
             levels = (layer.levels.short() + native.offset).to(torch.uint8)
             native.table = self.address(levels.repeat(_TABLE_BYTES // len(levels)))
-        if layer.blocks is not None:
-            self._add_blocks(layer, layer.blocks, native)
+        if layer.has_blocks:
+            self._add_blocks(layer, native)
         else:
             self._add_groups(layer, native)
         return native
@@ -157,15 +157,15 @@ class Packer:
             zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
             native.zeros = self.address(_in_bands(zeros))
 
-    def _add_blocks(self, layer: GroupedLinear, blocks: BlockParts, native: Structure) -> None:
+    def _add_blocks(self, layer: GroupedLinear, native: Structure) -> None:
         """See blocks.h."""
-        high = c_void_p(None if blocks.high is None else blocks.high.data_ptr())
+        high = c_void_p(None if layer.high is None else layer.high.data_ptr())
         sizes = (native.rows, native.columns, layer.bits)
         self._pack("_blocks", native.weight, layer.codes, high, *sizes)
-        native.has_minima = blocks.minima is not None
-        native.scales = self.address(_in_bands(layer.scales, blocks.minima))
-        if blocks.factors is not None:
-            native.factors = self.address(_in_bands(blocks.factors, blocks.minimum_factors))
+        native.has_minima = layer.minima is not None
+        native.scales = self.address(_in_bands(layer.scales, layer.minima))
+        if layer.factors is not None:
+            native.factors = self.address(_in_bands(layer.factors, layer.minimum_factors))
 
 
 def check_format(linear: Linear) -> None:
@@ -179,7 +179,7 @@ def _release(linear: Linear) -> None:
         if not isinstance(layer, PlainLinear):
             layer.codes, layer.scales = layer.codes.new_empty(0), layer.scales.new_empty(0)
         if isinstance(layer, GroupedLinear):
-            layer.blocks = None
+            layer.high = layer.minima = layer.factors = layer.minimum_factors = None
 
 
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
@@ -190,7 +190,8 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     """
     layers = _LINEARS.of(linear)
     if rows and len(layers) == 1:
-        layers = _split(layers[0], list(rows))
+        ends = itertools.accumulate(rows)
+        layers = [layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True)]
     if not any(isinstance(layer, GroupedLinear) for layer in layers):
         return [layer if _is_in_pairs(layer) else _widened(layer, dtype) for layer in layers]
     groups = [_group(layer) for layer in layers if isinstance(layer, GroupedLinear)]
@@ -203,7 +204,7 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
 
 def _group(layer: GroupedLinear) -> int:
     """Returns the largest size that its groups can be split into, and that is not too large."""
-    if layer.blocks is not None:
+    if layer.has_blocks:
         return layer.group_size
     if layer.group_size >= layer.in_features:  # one scale a row
         return 64
@@ -226,15 +227,6 @@ def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
     weight = torch.empty((layer.out_features, layer.in_features), dtype=dtype)
     layer.write_weight(weight)
     return PlainLinear(weight, layer.bias)
-
-
-def _split(layer: Packable, rows: list[int]) -> list[Packable]:
-    if isinstance(layer, PlainLinear):
-        biases = [None] * len(rows) if layer.bias is None else torch.split(layer.bias, rows)
-        weights = torch.split(layer.weight, rows)
-        return [PlainLinear(*part) for part in zip(weights, biases, strict=True)]
-    ends = list(itertools.accumulate(rows))
-    return [layer.rows(end - count, end) for end, count in zip(ends, rows, strict=True)]
 
 
 def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks, c
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout

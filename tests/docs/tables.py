@@ -128,8 +128,7 @@ def quantized() -> str:
     """The quantized formats that the tests load, and as what each device holds them."""
     from torch import device
 
-    from penstock.engine.models.formats.kept import AsStored, Kept
-    from penstock.engine.models.layers.coded import OnGpu
+    from penstock.engine.models.formats.kept import AsStored, Kept, OnGpu
     from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
     from tests.support.quantized_checkpoints import FORMATS, scheme_of
 

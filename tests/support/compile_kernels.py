@@ -50,10 +50,10 @@ from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.layers.coded import CodedLinear, coded_weight
+from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
 from penstock.engine.step.device_step import AdapterTiles, DeviceStep, StateTiles
@@ -262,9 +262,9 @@ class Codes:
         if self.is_fp8:
             codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=META)
             scales = torch.empty(rows, 1, device=META)
-            fp8 = coded_weight(Fp8Linear(codes, scales, bias, block=(1, columns)), META)
+            fp8 = Fp8Linear(codes, scales, bias, block=(1, columns)).on_gpu(META)
             assert fp8 is not None
-            return CodedLinear(fp8, bias)
+            return fp8
         kind = torch.int8 if bits == 8 else torch.uint8
         has_levels = bits == 4 and self.levels is not None
         stored = GroupedLinear(
@@ -275,9 +275,9 @@ class Codes:
             in_features=columns,
             levels=torch.tensor(self.levels, dtype=torch.int8) if has_levels else None,
         )
-        weight = coded_weight(stored, META)
-        assert weight is not None
-        return CodedLinear(weight, bias)
+        coded = stored.on_gpu(META)
+        assert coded is not None
+        return coded
 
 
 # As `--quantization` rounds weights at load; and as most checkpoints of 4 bits are.

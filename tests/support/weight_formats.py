@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes

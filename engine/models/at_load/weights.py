@@ -7,8 +7,7 @@ from torch import Tensor
 from penstock.engine.models.at_load.part import Part
 from penstock.engine.models.at_load.rounding import Codes
 from penstock.engine.models.formats.kept import AsStored, Kept
-from penstock.engine.models.layers.grouped import StackedLinear
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import Linear, StackedLinear
 from penstock.engine.models.parts.reader import WeightSource
 
 CodesOf = Callable[[Part], Codes]

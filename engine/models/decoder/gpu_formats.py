@@ -4,8 +4,7 @@ import torch
 
 from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.formats.kept import AsStored, Kept
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.formats.kept import AsStored, Kept, OnGpu
 from penstock.scheduler.errors import InvalidConfig
 
 

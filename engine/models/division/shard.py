@@ -16,7 +16,6 @@ from torch import Tensor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.cut import CannotCut, Cut
-from penstock.engine.models.formats.scheme import columns_of_scale
 from penstock.scheduler.errors import InvalidConfig
 
 # Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and
@@ -73,7 +72,7 @@ class Shard:
         """The columns of quantized matrices whose columns are divided, and how many share a
         scale."""
         return frozenset(
-            (columns, columns_of_scale(scheme) or columns)
+            (columns, scheme.columns_of_scale or columns)
             for name, scheme, (_, columns) in self.model.quantized_layers()
             if self.cut(name).columns is not None
         )

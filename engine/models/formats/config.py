@@ -1,4 +1,7 @@
-"""`QuantizationConfig`: which layers a checkpoint stores how. Imports no tensors."""
+"""`QuantizationConfig`: which layers a checkpoint stores how, and the `Settings` it is parsed from.
+
+Imports no tensors.
+"""
 
 import re
 from collections.abc import Callable, Iterable
@@ -6,13 +9,53 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from penstock.engine.models.formats.scheme import Scheme, divided
+from penstock.engine.files.json_file import Fields, shown
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.scheme import TensorScheme
 
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"
 # Of which ranks have some of the columns; of all others, some of the rows.
 _BY_COLUMNS = (".o_proj", ".down_proj")
 _LAYER = "model.layers."
+
+_ADVICE = (
+    "use a version of the model in FP8, AWQ, GPTQ or compressed-tensors, or the float32, float16 "
+    "or bfloat16 one"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """path: of the file. key: in it, for messages. fields: of that key's object."""
+
+    path: str
+    key: str
+    fields: Fields
+
+    @classmethod
+    def of(cls, path: object, key: str, content: dict[str, object]) -> "Settings":
+        return cls(str(path), key, Fields(f"{path}: {key}", content))
+
+    def unsupported(self, name: str) -> InvalidModel:
+        """name: of the format, and what about it is not supported."""
+        return InvalidModel(
+            f"{self.path} has a {self.key}, so the weights are quantized in the format {name}, "
+            f"which is not supported; {_ADVICE}",
+            brief=f"{name} weights are not supported",
+        )
+
+    def only(self, name: str, allowed: tuple[object, ...], of_format: str) -> None:
+        """Raises InvalidModel unless the field is absent or has one of these values."""
+        value = self.fields.get(name)
+        if value is not None and value not in allowed:
+            raise self.unsupported(f"{of_format} with {name} {shown(value)}")
+
+    def group_size(self, name: str = "group_size") -> int | None:
+        """None for -1 or null, which mean the whole row."""
+        if self.fields.get(name) in (None, -1):
+            return None
+        return self.fields.count(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +64,7 @@ class LayerGroup:
     they are plain."""
 
     targets: tuple[str, ...]
-    scheme: Scheme | None
+    scheme: TensorScheme | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +97,13 @@ class QuantizationConfig:
         groups = (replace(each, targets=tuple(map(rename, each.targets))) for each in self.groups)
         return replace(self, groups=tuple(groups), ignored=tuple(map(rename, self.ignored)))
 
-    def scheme_of(self, layer: str) -> Scheme | None:
+    def scheme_of(self, layer: str) -> TensorScheme | None:
         """None where config.json says that it is plain."""
         if LINEAR in self.ignored or _name(self.ignored, layer):
             return None
         return self.scheme_if_quantized(layer)
 
-    def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> Scheme | None:
+    def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> TensorScheme | None:
         """Of what a stage or a rank has of a layer. layer: counted from the first of the stage.
         shape: (out_features, in_features) of the part."""
         if layer.startswith(_LAYER):
@@ -70,11 +113,11 @@ class QuantizationConfig:
         if scheme is None or self.num_ranks == 1:
             return scheme
         rows, columns = shape
-        return (
-            divided(scheme, 0, columns) if layer.endswith(_BY_COLUMNS) else divided(scheme, rows, 0)
-        )
+        if layer.endswith(_BY_COLUMNS):
+            return scheme.divided(0, columns)
+        return scheme.divided(rows, 0)
 
-    def scheme_if_quantized(self, layer: str) -> Scheme | None:
+    def scheme_if_quantized(self, layer: str) -> TensorScheme | None:
         """Of a layer whose tensors show that it is quantized, whether it is ignored or not.
 
         None where no group has it.

@@ -4,24 +4,64 @@ Source of the layouts: ggml-common.h and ggml-quants.c of ggml. `raw`, in all of
 of some rows: (rows, bytes of a row) uint8.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.files.gguf.tensor_types import TensorType
-from penstock.engine.models.formats.scheme import Blocks
-from penstock.engine.models.layers.grouped import (
-    BlockParts,
-    GroupedLinear,
-    packed_bits,
-    packed_nibbles,
+from penstock.engine.models.formats.scheme import FLOAT16_BYTES, Scheme
+from penstock.engine.models.layers.grouped import GroupedLinear, packed_bits, packed_nibbles
+from penstock.engine.models.layers.weight_formats import (
+    LEVELS_FORMAT,
+    CodedLayout,
+    block_format,
+    integer_format,
 )
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What the codes of IQ4 stand for.
-_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(Scheme):
+    """A type of GGUF. block_size: numbers whose scales, and minima, have a factor in common; None
+    where these are numbers in float16 themselves. has_levels: codes stand for the numbers of a
+    table."""
+
+    bits: int
+    group_size: int
+    block_size: int | None
+    has_minima: bool
+    has_levels: bool
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is codes of 4 or 8 bits with a scale for each group, and nothing else."""
+        return self.bits in (4, 8) and self.block_size is None and not self.has_minima
+
+    @property
+    def weight_format(self) -> str:
+        if not self.is_grouped:
+            return block_format(self.bits, has_minima=self.has_minima)
+        return LEVELS_FORMAT if self.has_levels else integer_format(self.bits, is_symmetric=True)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        num = out_features * in_features
+        scale_bytes = 1 if self.block_size else FLOAT16_BYTES
+        scales = num // self.group_size * scale_bytes
+        if self.block_size:
+            scales += num // self.block_size * FLOAT16_BYTES
+        return num * self.bits // 8 + scales * (2 if self.has_minima else 1)
+
+    def gpu_layout(self, in_features: int) -> CodedLayout | None:
+        if not self.is_grouped:
+            return None
+        sizes = self.bits, self.group_size, in_features
+        return CodedLayout.fitting(*sizes, has_zeros=False, has_halves=True)
 
 
 class Unpacked(NamedTuple):
@@ -62,7 +102,7 @@ def numbers(raw: Tensor, kind: TensorType) -> Tensor:
     unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
     codes = unpacked.codes.view(*unpacked.scales.shape, layout.group_size)
     if layout.has_levels:
-        values = torch.tensor(_IQ4_LEVELS, dtype=torch.float32)[codes.int()]
+        values = torch.tensor(IQ4_LEVELS, dtype=torch.float32)[codes.int()]
     else:
         values = codes.float() - layout.middle
     values *= _product(unpacked.scales, unpacked.factors)
@@ -72,7 +112,7 @@ def numbers(raw: Tensor, kind: TensorType) -> Tensor:
 
 
 def scheme(kind: TensorType) -> Blocks | None:
-    """How the linear layer that `linear` makes is stored; None where the numbers are plain."""
+    """Returns how the linear layer of `coded` is stored; None where the numbers are plain."""
     if kind.name in _PLAIN:
         return None
     layout = _LAYOUTS[kind.name]
@@ -85,19 +125,8 @@ def scheme(kind: TensorType) -> Blocks | None:
     )
 
 
-class Codes(NamedTuple):
-    """Of some rows: as `GroupedLinear` and `BlockParts` have them."""
-
-    codes: Tensor
-    scales: Tensor
-    high: Tensor | None
-    minima: Tensor | None
-    factors: Tensor | None
-    minimum_factors: Tensor | None
-
-
-def grouped(raw: Tensor, kind: TensorType) -> Codes:
-    """The codes of some rows."""
+def coded(raw: Tensor, kind: TensorType) -> GroupedLinear:
+    """Returns the layer of some rows, without a bias."""
     layout = _LAYOUTS[kind.name]
     unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
 
@@ -106,41 +135,18 @@ def grouped(raw: Tensor, kind: TensorType) -> Codes:
 
     codes = unpacked.codes.view(len(raw), -1)
     has_high = 4 < layout.bits < 8
-    return Codes(
+    return GroupedLinear(
         codes if layout.bits == 8 else packed_nibbles(codes & 15),
         unpacked.scales.reshape(len(raw), -1),
-        packed_bits(codes >> 4, layout.bits - 4) if has_high else None,
-        by_row(unpacked.minima),
-        by_row(unpacked.factors),
-        by_row(unpacked.minimum_factors),
-    )
-
-
-def linear(
-    parts: Sequence[Codes], kind: TensorType, bias: Tensor | None, in_features: int
-) -> GroupedLinear:
-    """The layer that has the rows of all parts."""
-    layout = _LAYOUTS[kind.name]
-    block_parts = BlockParts(
-        high=_joined([part.high for part in parts]),
-        minima=_joined([part.minima for part in parts]),
-        factors=_joined([part.factors for part in parts]),
-        minimum_factors=_joined([part.minimum_factors for part in parts]),
-    )
-    return GroupedLinear(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        bias,
+        None,
         group_size=layout.group_size,
-        in_features=in_features,
-        levels=torch.tensor(_IQ4_LEVELS, dtype=torch.int8) if layout.has_levels else None,
-        blocks=block_parts if any(part is not None for part in block_parts.tensors()) else None,
+        in_features=codes.shape[1],
+        levels=torch.tensor(IQ4_LEVELS, dtype=torch.int8) if layout.has_levels else None,
+        high=packed_bits(codes >> 4, layout.bits - 4) if has_high else None,
+        minima=by_row(unpacked.minima),
+        factors=by_row(unpacked.factors),
+        minimum_factors=by_row(unpacked.minimum_factors),
     )
-
-
-def _joined(of_rows: Sequence[Tensor | None]) -> Tensor | None:
-    tensors = [each for each in of_rows if each is not None]
-    return torch.cat(tensors) if tensors else None
 
 
 def _product(of_groups: Tensor, factors: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from penstock.engine.files.tensor_files import TensorFiles, is_finite
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.cut import CannotCut, Cut
+from penstock.engine.models.layers.grouped import GroupedLinear
 
 # Of scales; the last has powers of two alone.
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
@@ -86,6 +87,25 @@ class LayerTensors:
         self.check_finite(name, scales)
         return scales
 
+    def grouped(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        group_size: int,
+        zeros: Tensor | None = None,
+        levels: Tensor | None = None,
+    ) -> GroupedLinear:
+        """Returns the layer that these make, without its bias."""
+        return GroupedLinear(
+            codes,
+            scales,
+            None,
+            group_size=group_size,
+            in_features=self.columns,
+            zeros=zeros,
+            levels=levels,
+        )
+
     def check_finite(self, name: str, scales: Tensor) -> None:
         """Raises InvalidModel that names the tensor from which the scales are."""
         if scales.numel() and not is_finite(scales):
@@ -99,3 +119,14 @@ class LayerTensors:
     def wrong(self, name: str, why: str) -> InvalidModel:
         """why: what the tensor has or is, and what to do."""
         return InvalidModel(f"the tensor '{self.layer}.{name}' in {self._files.directory} {why}")
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """Numbers of 4 or 8 bits in the last dimension, the first in the lowest bits: uint8.
+
+    packed: int32.
+    """
+    in_bytes = packed.contiguous().view(torch.uint8)  # of little-endian machines, as all are today
+    if bits == 8:
+        return in_bytes
+    return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).flatten(-2)

@@ -4,7 +4,6 @@ llama.cpp rotates pairs of neighbours in Llama's heads, so its conversion permut
 k; here they are put back. Rows are whole blocks, so that needs no other arithmetic.
 """
 
-import itertools
 import logging
 import mmap
 from collections import Counter
@@ -17,15 +16,14 @@ from torch import Tensor
 
 from penstock.engine.files.gguf.file import GgufFile, open_gguf
 from penstock.engine.files.gguf.header import TensorInfo
-from penstock.engine.files.gguf.tensor_types import TensorType
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats import gguf as blocks
 from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
-from penstock.engine.models.layers.grouped import StackedLinear
-from penstock.engine.models.layers.linear import StoredLinear
+from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.linear import StoredLinear, stacked
 from penstock.engine.models.parts.reader import Empty
 
 logger = logging.getLogger(__name__)
@@ -82,39 +80,19 @@ class GgufWeights:
         for name, tensor in zip(names, tensors, strict=True):
             if tensor.info.shape[1:] != shape[1:] or sum(rows) != shape[0]:
                 raise self._unexpected(name, tensor, shape)
-        biases = torch.split(bias, rows) if bias is not None else itertools.repeat(None)
-        each = list(zip(names, tensors, biases, strict=False))
-        parts = [
-            self._linear(kind, list(group))
-            for kind, group in itertools.groupby(each, key=lambda part: part[1].info.type)
-        ]
-        return parts[0] if len(parts) == 1 else StackedLinear(parts)
-
-    def _linear(
-        self, kind: TensorType, parts: list[tuple[str, "_Stored", Tensor | None]]
-    ) -> StoredLinear:
-        """One layer of those that are stored alike, as codes."""
-        names = [f"{name}.weight" for name, _, _ in parts]
-        tensors = [tensor for _, tensor, _ in parts]
-        biases = [bias for _, _, bias in parts if bias is not None]
-        bias = torch.cat(biases) if biases else None
-        columns = tensors[0].info.shape[1]
-        return blocks.linear(
-            [part for each in zip(names, tensors, strict=True) for part in self._codes(*each)],
-            kind,
-            bias,
-            columns,
+        return stacked(
+            [part for each in zip(names, tensors, strict=True) for part in self._coded(*each)], bias
         )
 
-    def _codes(self, name: str, tensor: "_Stored") -> Iterator[blocks.Codes]:
-        """Some rows at a time."""
+    def _coded(self, name: str, tensor: "_Stored") -> Iterator[GroupedLinear]:
+        """Yields the layers of some rows at a time."""
         step = max(1, _NUMBERS_AT_ONCE // tensor.info.shape[1])
         for raw in torch.split(tensor.rows(), step):
-            codes = blocks.grouped(raw, tensor.info.type)
-            for scales in (codes.scales, codes.minima, codes.factors, codes.minimum_factors):
+            part = blocks.coded(raw, tensor.info.type)
+            for scales in (part.scales, part.minima, part.factors, part.minimum_factors):
                 if scales is not None and scales.is_floating_point():
-                    self._check_finite(name, scales)
-            yield codes
+                    self._check_finite(f"{name}.weight", scales)
+            yield part
 
     def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
         """Some rows at a time."""

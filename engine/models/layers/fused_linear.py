@@ -17,8 +17,7 @@ from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
 from penstock.engine.models.layers.coded import CodedLinear
-from penstock.engine.models.layers.grouped import StackedLinear
-from penstock.engine.models.layers.linear import LinearProducts, PlainLinear
+from penstock.engine.models.layers.linear import LinearProducts, PlainLinear, StackedLinear
 
 # Of a weight that is dequantized at a time: half of the L2 cache of an H100 or H200, so that it may
 # still be there when cuBLAS reads it; and in whole tiles of cuBLAS.

@@ -1,44 +1,32 @@
 """Linear layers whose weights are codes of 8 to 4 bits, with a scale for each group of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.layers.linear import StoredLinear, bands, tensor_bytes
-from penstock.engine.models.layers.weight_formats import LEVELS_FORMAT, block_format, integer_format
+from penstock.engine.kernels.codes.weight import CodedWeight
+from penstock.engine.models.layers.coded import CodesLinear, coded_weight
+from penstock.engine.models.layers.linear import bands, tensor_bytes
+from penstock.engine.models.layers.weight_formats import (
+    LEVELS_FORMAT,
+    CodedLayout,
+    block_format,
+    integer_format,
+)
 
 FACTOR_COLUMNS = 256
 # Weights that are widened together, in some 20 bytes each.
 _MAX_WIDENED = 2**22
+_BY_GROUP = ("scales", "zeros", "minima")
+_TENSORS = ("codes", *_BY_GROUP, "high", "factors", "minimum_factors")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockParts:
-    """What a `GroupedLinear` has besides where its weights are as in GGUF's blocks.
-
-    high: (out_features, in_features * (bits - 4) // 8) uint8, the bits of codes of 5 or 6 bits
-    above their low 4, eight or four to a byte, the first lowest; None for codes of 4 bits. minima:
-    (out_features, groups), which are subtracted. factors: (out_features, blocks) float16, a block
-    being 256 columns; scales are int8 then, to be multiplied by them. minimum_factors: the same for
-    minima. Without factors, minima are float16.
-    """
-
-    high: Tensor | None = None
-    minima: Tensor | None = None
-    factors: Tensor | None = None
-    minimum_factors: Tensor | None = None
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.high, self.minima, self.factors, self.minimum_factors
-
-    def rows(self, first: int, end: int) -> "BlockParts":
-        return BlockParts(*(None if each is None else each[first:end] for each in self.tensors()))
-
-
-class GroupedLinear:
+@dataclass(eq=False)
+class GroupedLinear(CodesLinear):
     """W[n, k] = scales[n, g] * (code[n, k] - zeros[n, g]), where g is k // group_size.
 
     codes: (out_features, in_features) int8, or uint8 of half as many columns: two codes of 4 bits,
@@ -47,98 +35,111 @@ class GroupedLinear:
     uint8 with those of 4; None means 0 for the former and 8 for the latter. levels: (16,) int8,
     what codes of 4 bits stand for instead, without zeros; of E2M1, for example, twice its numbers.
 
-    blocks: then codes are those of the low 4 bits, without zeros; of 5 and 6 bits, they are around
-    16 and 32, and with minima above 0. Groups are of a multiple of 16, and whole.
+    The rest is for GGUF's blocks, whose codes are those of the low 4 bits, without zeros; of 5 and
+    6 bits, they are around 16 and 32, and with minima above 0. Groups are of a multiple of 16, and
+    whole. high: (out_features, in_features * (bits - 4) // 8) uint8, the bits above the low 4,
+    eight or four to a byte, the first lowest. minima: (out_features, groups), which are subtracted.
+    factors: (out_features, blocks) float16, a block being 256 columns; scales are int8 then, to be
+    multiplied by them. minimum_factors: the same for minima. Without factors, minima are float16.
     """
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        bias: Tensor | None,
-        *,
-        group_size: int,
-        in_features: int,
-        zeros: Tensor | None = None,
-        levels: Tensor | None = None,
-        blocks: BlockParts | None = None,
-    ) -> None:
-        self.bits = 8 if codes.dtype is torch.int8 else 4
-        self.codes = codes
-        self.scales = scales
-        self.zeros = zeros
-        self.levels = levels
-        self.blocks = blocks
-        self.bias = bias
-        self.group_size = group_size
-        self.in_features = in_features
-        groups = -(-in_features // group_size)
-        assert codes.shape[1] == -(-in_features * self.bits // 8), (codes.shape, in_features)
-        assert scales.shape == (len(codes), groups), (scales.shape, codes.shape, groups)
-        assert zeros is None or (zeros.shape == scales.shape and zeros.dtype == codes.dtype)
-        assert levels is None or (self.bits == 4 and zeros is None)
-        self.num_bytes = tensor_bytes(codes, scales, zeros, bias)
-        if blocks is not None:
-            assert self.bits == 4 and zeros is None and group_size % 16 == 0, group_size
-            assert in_features % group_size == 0, (in_features, group_size)
-            self.num_bytes += tensor_bytes(*blocks.tensors())
-            if blocks.high is not None:
-                self.bits += 8 * blocks.high.shape[1] // in_features
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    _: KW_ONLY
+    group_size: int
+    in_features: int
+    zeros: Tensor | None = None
+    levels: Tensor | None = None
+    high: Tensor | None = None
+    minima: Tensor | None = None
+    factors: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.bits = bits = 8 if self.codes.dtype is torch.int8 else 4
+        if self.high is not None:
+            self.bits += 8 * self.high.shape[1] // self.in_features
+        rows, columns, scales = len(self.codes), self.in_features, self.scales.shape
+        groups = -(-columns // self.group_size)
+        assert self.codes.shape[1] == -(-columns * bits // 8), (self.codes.shape, columns)
+        assert scales == (rows, groups), (scales, self.codes.shape, groups)
+        if self.zeros is not None:
+            assert self.zeros.shape == scales and self.zeros.dtype == self.codes.dtype
+        assert self.levels is None or (bits == 4 and self.zeros is None)
+        if self.has_blocks:
+            assert bits == 4 and self.zeros is None and self.group_size % 16 == 0, self.group_size
+            assert columns % self.group_size == 0, (columns, self.group_size)
+        self.num_bytes = tensor_bytes(self.bias, *(getattr(self, name) for name in _TENSORS))
+
+    @property
+    def has_blocks(self) -> bool:
+        return any(each is not None for each in (self.high, self.minima, self.factors))
 
     @property
     def weight_format(self) -> str:
-        if self.blocks is not None:
-            return block_format(self.bits, has_minima=self.blocks.minima is not None)
+        if self.has_blocks:
+            return block_format(self.bits, has_minima=self.minima is not None)
         if self.levels is not None:
             return LEVELS_FORMAT
         return integer_format(self.bits, is_symmetric=self.zeros is None)
 
     @property
-    def out_features(self) -> int:
-        return len(self.codes)
+    def kind(self) -> Hashable:
+        has = tuple(getattr(self, name) is None for name in ("levels", *_TENSORS))
+        return self.bits, self.group_size, has
 
     @property
     def middle(self) -> int:
         """What unsigned codes are above the numbers they stand for, before zeros and minima."""
-        has_minima = self.blocks is not None and self.blocks.minima is not None
-        return 0 if has_minima or self.zeros is not None else 1 << (self.bits - 1)
+        is_unsigned = self.minima is not None or self.zeros is not None
+        return 0 if is_unsigned else 1 << (self.bits - 1)
+
+    def rows(self, first: int, end: int) -> "GroupedLinear":
+        """See `StoredLinear`."""
+        return self._changed(("bias", *_TENSORS), lambda tensor: tensor[first:end])
+
+    def joined(self, layers: Sequence["GroupedLinear"], bias: Tensor | None) -> "GroupedLinear":
+        """See `StoredLinear`."""
+        tensors: dict[str, Any] = {
+            name: torch.cat([getattr(layer, name) for layer in layers])
+            for name in _TENSORS
+            if getattr(self, name) is not None
+        }
+        tensors["scales"] = _shortest(tensors["scales"])
+        return replace(self, bias=bias, **tensors)
+
+    def regrouped(self, group_size: int) -> "GroupedLinear":
+        """Returns the same weights in smaller groups, of a size that divides theirs."""
+        if self.group_size == group_size:
+            return self
+        groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size
+        return self._changed(_BY_GROUP, lambda tensor: tensor[:, groups], group_size=group_size)
+
+    def _changed(
+        self, names: Sequence[str], change: Callable[[Tensor], Tensor], **fields: Any
+    ) -> "GroupedLinear":
+        tensors = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {
+            name: change(each) for name, each in tensors.items() if each is not None
+        }
+        return replace(self, **changed, **fields)
+
+    def coded_weight(self, device: torch.device) -> CodedWeight | None:
+        has_halves = self.scales.dtype is torch.float16
+        layout = None
+        if not self.has_blocks:
+            sizes = self.bits, self.group_size, self.in_features
+            has_zeros = self.zeros is not None
+            layout = CodedLayout.fitting(*sizes, has_zeros=has_zeros, has_halves=has_halves)
+        if layout is None:
+            return None
+        return coded_weight(layout, self.codes, self.scales, self.zeros, self.levels, device)
 
     def write_weight(self, out: Tensor) -> None:
         """See `StoredLinear`."""
         for start, stop in bands(self.out_features):
             out[start:stop] = self.rows(start, stop).weight()
-
-    def rows(self, first: int, end: int) -> "GroupedLinear":
-        """These outputs alone. Their tensors are views."""
-        return GroupedLinear(
-            self.codes[first:end],
-            self.scales[first:end],
-            None if self.bias is None else self.bias[first:end],
-            group_size=self.group_size,
-            in_features=self.in_features,
-            zeros=None if self.zeros is None else self.zeros[first:end],
-            levels=self.levels,
-            blocks=None if self.blocks is None else self.blocks.rows(first, end),
-        )
-
-    def regrouped(self, group_size: int) -> "GroupedLinear":
-        """The same weights in smaller groups, of a size that divides theirs."""
-        if self.group_size == group_size:
-            return self
-        groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size
-        blocks = self.blocks
-        if blocks is not None and blocks.minima is not None:
-            blocks = replace(blocks, minima=blocks.minima[:, groups])
-        return GroupedLinear(
-            self.codes,
-            self.scales[:, groups],
-            self.bias,
-            group_size=group_size,
-            in_features=self.in_features,
-            zeros=None if self.zeros is None else self.zeros[:, groups],
-            levels=self.levels,
-            blocks=blocks,
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Slowly: the weights are widened in each call, and then multiplied in the type of x."""
@@ -149,69 +150,43 @@ class GroupedLinear:
         return functional.linear(x, self.weight().to(x.dtype), self.bias)
 
     def weight(self) -> Tensor:
-        """W in float32, (out_features, in_features)."""
+        """Returns W in float32, (out_features, in_features)."""
         numbers = self._numbers()
-        blocks = self.blocks or BlockParts()
         if self.zeros is not None:
             numbers = numbers - self._by_column(self.zeros)
-        numbers = numbers * self._by_column(self.scales, blocks.factors)
-        if blocks.minima is not None:
-            numbers -= self._by_column(blocks.minima, blocks.minimum_factors)
+        numbers = numbers * self._by_column(self.scales, self.factors)
+        if self.minima is not None:
+            numbers -= self._by_column(self.minima, self.minimum_factors)
         return numbers
 
     def _numbers(self) -> Tensor:
-        """What codes stand for, before zeros: in_features columns of float32."""
+        """Returns what codes stand for, before zeros: in_features columns of float32."""
         if self.bits == 8:
             return self.codes.float()
         halves = torch.stack((self.codes & 15, self.codes >> 4), dim=-1)
         codes = halves.flatten(1)[:, : self.in_features]
         if self.levels is not None:
             return self.levels.float()[codes.long()]
-        if self.blocks is not None and self.blocks.high is not None:
-            codes = codes | _unpacked(self.blocks.high, self.bits - 4) << 4
+        if self.high is not None:
+            codes = codes | _unpacked(self.high, self.bits - 4) << 4
         return codes.float() - self.middle
 
-    def _by_column(self, of_groups: Tensor, factors: Tensor | None = None) -> Tensor:
-        """For each number, in float32."""
-        numbers = of_groups.float()
+    def _by_column(self, by_group: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Returns the number of each column's group, in float32."""
+        numbers = by_group.float()
         if factors is not None:
             each = FACTOR_COLUMNS // self.group_size
-            of_blocks = factors.float().repeat_interleave(each, dim=1)
-            numbers = numbers * of_blocks[:, : numbers.shape[1]]
+            by_block = factors.float().repeat_interleave(each, dim=1)
+            numbers = numbers * by_block[:, : numbers.shape[1]]
         return numbers.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
 
 
-class StackedLinear:
-    """Layers of different formats that read the same x: y is theirs, one after the other."""
-
-    weight_format = "stacked"
-
-    def __init__(self, parts: Sequence[StoredLinear]) -> None:
-        self.parts = tuple(parts)
-        self.num_bytes = sum(part.num_bytes for part in parts)
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.out_features for part in self.parts)
-
-    def write_weight(self, out: Tensor) -> None:
-        """See `StoredLinear`."""
-        sizes = [part.out_features for part in self.parts]
-        for part, rows in zip(self.parts, torch.split(out, sizes), strict=True):
-            part.write_weight(rows)
-
-    def rows(self, first: int, end: int) -> "StackedLinear":
-        """These outputs alone. Their tensors are views."""
-        parts, start = [], 0
-        for part in self.parts:
-            low, high = max(first - start, 0), min(end - start, part.out_features)
-            if low < high:
-                parts.append(part.rows(low, high))
-            start += part.out_features
-        return StackedLinear(parts)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+def _shortest(scales: Tensor) -> Tensor:
+    """Returns those of float32 in float16 where it holds the same numbers."""
+    if scales.dtype is not torch.float32:
+        return scales
+    half = scales.half()
+    return half if torch.equal(half.float(), scales) else scales
 
 
 def packed_nibbles(codes: Tensor) -> Tensor:

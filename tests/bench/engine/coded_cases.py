@@ -13,9 +13,12 @@ from torch import Tensor
 from penstock.engine.kernels.codes.scaled import takes
 from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.memory.pool.kv_codes import decode, encode
-from penstock.engine.models.formats.made_up import made_up_layer
-from penstock.engine.models.formats.scheme import Awq, Fp8, Integers, Scheme
-from penstock.engine.models.layers.coded import CodedLinear, OnGpu
+from penstock.engine.models.formats.awq.config import Awq
+from penstock.engine.models.formats.compressed_tensors.config import Integers
+from penstock.engine.models.formats.fp8.config import Fp8
+from penstock.engine.models.formats.kept import OnGpu
+from penstock.engine.models.formats.scheme import TensorScheme
+from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.linear import StoredLinear
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
@@ -27,9 +30,9 @@ _MODEL = "Llama-3.1-8B"
 _ROWS = (1, 16, 64, 256, 1024)
 _TINY_ROWS = (2, 20)
 # As --quantization and common checkpoints have them.
-_SCHEMES: dict[str, Scheme] = {
-    "int8": Integers(bits=8, group_size=32, is_symmetric=True, is_packed=False),
-    "int4": Integers(bits=4, group_size=128, is_symmetric=True, is_packed=True),
+_SCHEMES: dict[str, TensorScheme] = {
+    "int8": Integers(bits=8, group_size=32, is_packed=False),
+    "int4": Integers(bits=4, group_size=128, is_packed=True),
     "awq": Awq(group_size=128),
     "fp8": Fp8(),
     "fp8 blocks": Fp8(block=(128, 128)),
@@ -50,7 +53,7 @@ def coded(bench: Bench) -> Iterator[MakeCase]:
 
 
 def _case(
-    bench: Bench, at: dict[str, object], scheme: Scheme, rows: int, shape: tuple[int, int]
+    bench: Bench, at: dict[str, object], scheme: TensorScheme, rows: int, shape: tuple[int, int]
 ) -> Case:
     outputs, columns = shape
     first = _linear(bench, scheme, shape)
@@ -91,9 +94,9 @@ def _call(layer: CodedLinear, x: Tensor, out: Tensor) -> Callable[[], object]:
     return partial(product.many, x, out)
 
 
-def _linear(bench: Bench, scheme: Scheme, shape: tuple[int, int]) -> CodedLinear:
+def _linear(bench: Bench, scheme: TensorScheme, shape: tuple[int, int]) -> CodedLinear:
     generator = torch.Generator(bench.device).manual_seed(0)
-    stored: StoredLinear = made_up_layer(scheme, shape, None, shape[1] ** -0.5, generator)
+    stored: StoredLinear = scheme.made_up(shape, None, shape[1] ** -0.5, generator)
     layer = OnGpu(bench.device).layer(stored)
     assert isinstance(layer, CodedLinear), layer
     return layer

@@ -14,7 +14,7 @@ from penstock.engine.kernels.codes.numbers import unpacking, widening
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.codes.weight import CodedWeight
-from penstock.engine.models.layers.coded import CodedLinear, coded_weight
+from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
@@ -52,7 +52,7 @@ def with_levels(levels: list[int], group_size: int) -> GroupedLinear:
 
 
 def on_device(linear: GroupedLinear | Fp8Linear) -> CodedWeight:
-    weight = coded_weight(linear, DEVICE)
+    weight = linear.coded_weight(DEVICE)
     assert weight is not None
     return weight
 
@@ -199,7 +199,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(bits: int) -> None:
 
 
 def test_groups_that_no_product_on_the_matrix_units_fits_have_no_form() -> None:
-    assert coded_weight(made(4, 24), DEVICE) is None
+    assert made(4, 24).coded_weight(DEVICE) is None
 
 
 ASSEMBLED = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.formats.scheme import Fp8
+from penstock.engine.models.formats.fp8.config import Fp8
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.kernels.codes.scaled import scaled_linear, takes
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.memory.pool.kv_codes import decode, encode
-from penstock.engine.models.layers.coded import CodedLinear, coded_weight
+from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.layers.grouped import GroupedLinear
@@ -22,7 +22,7 @@ def fp8(block: tuple[int, int], outputs: int = OUTPUTS) -> CodedWeight:
     codes = (100 * random(outputs, COLUMNS)).clamp(-448, 448).to(torch.float8_e4m3fn)
     grid = [-(-size // step) for size, step in zip(codes.shape, block, strict=True)]
     linear = Fp8Linear(codes, random(*grid, seed=1).abs() / 100 + 0.001, None, block=block)
-    weight = coded_weight(linear, DEVICE)
+    weight = linear.coded_weight(DEVICE)
     assert weight is not None
     return weight
 
@@ -82,6 +82,6 @@ def test_other_formats_types_and_sizes_are_not() -> None:
 def test_four_bits_with_one_scale_for_a_row_are_no_fp8() -> None:
     codes = torch.zeros(OUTPUTS, 64, dtype=torch.uint8, device=DEVICE)
     linear = GroupedLinear(codes, random(OUTPUTS, 1), None, group_size=128, in_features=128)
-    weight = coded_weight(linear, DEVICE)
+    weight = linear.coded_weight(DEVICE)
     assert weight and weight.codes.dtype is torch.uint8 and len(weight.scales) == 1
     assert not takes(weight, torch.bfloat16)

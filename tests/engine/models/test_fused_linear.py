@@ -11,10 +11,10 @@ from torch.nn import functional
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.layers.coded import OnGpu
+from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import Linear, PlainLinear, StoredLinear
+from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear, StoredLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 from tests.support.weight_formats import NegatedLinear, coded
 

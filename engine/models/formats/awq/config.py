@@ -3,15 +3,32 @@
 Source of the layout: `WQLinear_GEMM` of AutoAWQ (awq/modules/linear/gemm.py).
 """
 
-from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.formats.scheme import Awq
-from penstock.engine.models.formats.settings import Settings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
+from penstock.engine.models.formats.scheme import GroupedScheme
+
+if TYPE_CHECKING:
+    from penstock.engine.models.formats.tensors import LayerTensors
+    from penstock.engine.models.layers.grouped import GroupedLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awq(GroupedScheme):
+    """`qweight`, `qzeros` and `scales` with K first, packed along N in AWQ's own order."""
+
+    has_zeros: bool = True
+
+    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
+        from penstock.engine.models.formats.awq.layer import read_awq
+
+        return read_awq(tensors, self)
 
 
 def parse_awq(settings: Settings) -> QuantizationConfig:
     fields = settings.fields
-    settings.only("version", ("gemm", "GEMM"), "AWQ")
-    for name in ("checkpoint_format", "format"):
+    for name in ("version", "checkpoint_format", "format"):
         settings.only(name, ("gemm", "GEMM"), "AWQ")
     bits = "bits" if fields.get("bits") is not None else "w_bit"
     settings.only(bits, (4,), "AWQ")
@@ -20,6 +37,6 @@ def parse_awq(settings: Settings) -> QuantizationConfig:
     ignored = fields.names("modules_to_not_convert") or []
     return QuantizationConfig(
         name="AWQ",
-        groups=(LayerGroup((LINEAR,), Awq(settings.group_size(size))),),
+        groups=(LayerGroup((LINEAR,), Awq(group_size=settings.group_size(size))),),
         ignored=(*ignored, "lm_head"),
     )

@@ -3,17 +3,15 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.models.formats.bits import unpacked
-from penstock.engine.models.formats.parts import GroupedPart
-from penstock.engine.models.formats.scheme import Awq
-from penstock.engine.models.formats.tensors import LayerTensors
-from penstock.engine.models.layers.grouped import packed_nibbles
+from penstock.engine.models.formats.awq.config import Awq
+from penstock.engine.models.formats.tensors import LayerTensors, unpacked
+from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 
 # Where AWQ puts each of eight columns, from the lowest bits: 0, 2, 4, 6, 1, 3, 5, 7 in reverse.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedPart:
+def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedLinear:
     columns = tensors.in_features
     group_size = scheme.group_size or columns
     groups = -(-columns // group_size)
@@ -25,9 +23,9 @@ def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedPart:
     scales = tensors.scales("scales", (groups, rows))
     part = tensors.part("qweight", qweight, (1, 8), (0, 1))
     codes = packed_nibbles(_in_order(part).t())
-    of_groups, size = tensors.groups(scales.t(), group_size)
+    by_group, size = tensors.groups(scales.t(), group_size)
     zeros, _ = tensors.groups(_in_order(qzeros).t(), group_size)
-    return GroupedPart(codes, of_groups, size, tensors.columns, zeros=zeros)
+    return tensors.grouped(codes, by_group, size, zeros=zeros)
 
 
 def _in_order(packed: Tensor) -> Tensor:

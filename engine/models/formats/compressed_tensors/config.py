@@ -4,16 +4,37 @@ Source of the layouts: the compressors of the package compressed-tensors, 0.20.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig
-from penstock.engine.models.formats.fp8.config import block
-from penstock.engine.models.formats.scheme import Fp4, Fp8, Integers, Scheme
-from penstock.engine.models.formats.settings import Settings
+from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig, Settings
+from penstock.engine.models.formats.fp4.config import Fp4
+from penstock.engine.models.formats.fp8.config import Fp8, block
+from penstock.engine.models.formats.scheme import GroupedScheme, TensorScheme
+
+if TYPE_CHECKING:
+    from penstock.engine.models.formats.tensors import LayerTensors
+    from penstock.engine.models.layers.grouped import GroupedLinear
 
 _NAME = "compressed-tensors"
 # Strategies whose scales are one for all or one for each row.
 _WHOLE_ROWS = ("tensor", "channel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integers(GroupedScheme):
+    """Integers with a scale for all, each row or each group.
+
+    is_packed: in `weight_packed`, as unsigned numbers; otherwise `weight` is int8.
+    """
+
+    is_packed: bool
+
+    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
+        from penstock.engine.models.formats.compressed_tensors.layer import read_integers
+
+        return read_integers(tensors, self)
 
 
 def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:
@@ -44,7 +65,7 @@ def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:
     )
 
 
-def _scheme(settings: Settings, group: Settings, of_all: str | None) -> Scheme | None:
+def _scheme(settings: Settings, group: Settings, of_all: str | None) -> TensorScheme | None:
     name = group.fields.text("format") or of_all or "of no format"
     if name == "dense":
         return None
@@ -66,7 +87,7 @@ def _scheme(settings: Settings, group: Settings, of_all: str | None) -> Scheme |
     return scheme
 
 
-def _fp8(weights: Settings, bits: int, kind: str) -> Scheme | None:
+def _fp8(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     strategy = weights.fields.text("strategy")
     if bits != 8 or kind != "float":
         return None
@@ -75,36 +96,42 @@ def _fp8(weights: Settings, bits: int, kind: str) -> Scheme | None:
     return Fp8() if strategy in _WHOLE_ROWS else None
 
 
-def _int8(weights: Settings, bits: int, kind: str) -> Scheme | None:
+def _int8(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     return _integers(weights, kind, bits, is_packed=False) if bits == 8 else None
 
 
-def _packed(weights: Settings, bits: int, kind: str) -> Scheme | None:
+def _packed(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     return _integers(weights, kind, bits, is_packed=True) if bits in (4, 8) else None
 
 
-def _integers(weights: Settings, kind: str, bits: int, *, is_packed: bool) -> Scheme | None:
+def _integers(weights: Settings, kind: str, bits: int, *, is_packed: bool) -> TensorScheme | None:
     strategy = weights.fields.text("strategy")
     if kind != "int" or strategy not in (*_WHOLE_ROWS, "group"):
         return None
     group_size = weights.group_size() if strategy == "group" else None
-    is_symmetric = weights.fields.flag("symmetric", default=True)
-    return Integers(bits, group_size, is_symmetric, is_packed)
+    has_zeros = not weights.fields.flag("symmetric", default=True)
+    return Integers(bits=bits, group_size=group_size, has_zeros=has_zeros, is_packed=is_packed)
 
 
-def _mxfp4(weights: Settings, bits: int, kind: str) -> Scheme | None:
+def _mxfp4(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     group_size = weights.fields.count("group_size", default=32)
-    return Fp4(group_size, "weight_packed") if (bits, kind) == (4, "float") else None
+    scheme = Fp4(group_size=group_size, weight="weight_packed")
+    return scheme if (bits, kind) == (4, "float") else None
 
 
-def _nvfp4(weights: Settings, bits: int, kind: str) -> Scheme | None:
+def _nvfp4(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     group_size = weights.fields.count("group_size", default=16)
-    scheme = Fp4(group_size, "weight_packed", "weight_global_scale", divides=True)
+    scheme = Fp4(
+        group_size=group_size,
+        weight="weight_packed",
+        global_scale="weight_global_scale",
+        divides=True,
+    )
     return scheme if (bits, kind) == (4, "float") else None
 
 
 # None for what is not supported.
-_FORMATS: dict[str, Callable[[Settings, int, str], Scheme | None]] = {
+_FORMATS: dict[str, Callable[[Settings, int, str], TensorScheme | None]] = {
     "float-quantized": _fp8,
     "int-quantized": _int8,
     "pack-quantized": _packed,

@@ -3,13 +3,12 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.models.formats.bits import unpacked
-from penstock.engine.models.formats.parts import GroupedPart
-from penstock.engine.models.formats.scheme import Integers
-from penstock.engine.models.formats.tensors import LayerTensors
+from penstock.engine.models.formats.compressed_tensors.config import Integers
+from penstock.engine.models.formats.tensors import LayerTensors, unpacked
+from penstock.engine.models.layers.grouped import GroupedLinear
 
 
-def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedPart:
+def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedLinear:
     rows, codes = _packed_codes(tensors, scheme.bits) if scheme.is_packed else _codes(tensors)
     columns = tensors.in_features
     whole_size = scheme.group_size or columns
@@ -18,9 +17,9 @@ def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedPart:
     stored = tensors.scales("weight_scale", *shapes).reshape(-1, groups).expand(rows, groups)
     scales, group_size = tensors.groups(stored, whole_size)
     zeros = None
-    if not scheme.is_symmetric:
+    if scheme.has_zeros:
         zeros, _ = tensors.groups(_zeros(tensors, scheme, rows, groups), whole_size)
-    return GroupedPart(codes, scales, group_size, tensors.columns, zeros=zeros)
+    return tensors.grouped(codes, scales, group_size, zeros=zeros)
 
 
 def _codes(tensors: LayerTensors) -> tuple[int, Tensor]:

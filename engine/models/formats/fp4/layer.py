@@ -2,17 +2,14 @@
 
 import torch
 
-from penstock.engine.models.formats.parts import GroupedPart
-from penstock.engine.models.formats.scheme import Fp4
+from penstock.engine.models.formats.fp4.config import Fp4
 from penstock.engine.models.formats.tensors import LayerTensors
+from penstock.engine.models.layers.grouped import GroupedLinear
 
-# Twice the numbers that the codes stand for, so that they are integers; bit 3 is the sign.
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
-LEVELS = (*_TWICE, *(-level for level in _TWICE))
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
-def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
+def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedLinear:
     columns = tensors.in_features
     codes = tensors.codes(scheme.weight, torch.uint8, 2)
     shape = (len(codes), -(-columns // scheme.group_size))
@@ -24,6 +21,6 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedPart:
         scales = scales / of_all if scheme.divides else scales * of_all
         tensors.check_finite(scheme.global_scale, scales)
     part = tensors.part(scheme.weight, codes, (0, 1), (1, 2))
-    of_groups, size = tensors.groups(scales / 2, scheme.group_size)
-    levels = torch.tensor(LEVELS, dtype=torch.int8)
-    return GroupedPart(part, of_groups, size, tensors.columns, levels=levels)
+    by_group, size = tensors.groups(scales / 2, scheme.group_size)
+    levels = torch.tensor(scheme.levels, dtype=torch.int8)
+    return tensors.grouped(part, by_group, size, levels=levels)

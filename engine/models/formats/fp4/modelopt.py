@@ -4,9 +4,10 @@ Source of the layout: modelopt/torch/export/quant_utils.py.
 """
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.formats.scheme import Fp4, Fp8, Scheme
-from penstock.engine.models.formats.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
+from penstock.engine.models.formats.fp4.config import Fp4
+from penstock.engine.models.formats.fp8.config import Fp8
+from penstock.engine.models.formats.scheme import TensorScheme
 
 _NVFP4_GROUP = 16
 
@@ -18,13 +19,13 @@ def parse_modelopt(settings: Settings) -> QuantizationConfig:
         settings = Settings.of(settings.path, f"{settings.key}: quantization", content)
     fields = settings.fields
     algorithm = fields.text("quant_algo")
-    scheme: Scheme
+    scheme: TensorScheme
     match (algorithm or "").upper():
         case "FP8" | "FP8_PER_CHANNEL_PER_TOKEN":
             scheme = Fp8()
         case "NVFP4":
             group_size = fields.count("group_size", default=_NVFP4_GROUP)
-            scheme = Fp4(group_size, weight="weight", global_scale="weight_scale_2")
+            scheme = Fp4(group_size=group_size, weight="weight", global_scale="weight_scale_2")
         case _:
             raise settings.unsupported(f"ModelOpt {shown(algorithm)}" if algorithm else "ModelOpt")
     names = ("exclude_modules", "ignore", "modules_to_not_convert")

@@ -1,9 +1,64 @@
 """FP8 as transformers writes it: Qwen's, DeepSeek's and Mistral's own checkpoints."""
 
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import TYPE_CHECKING
+
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.formats.scheme import Fp8
-from penstock.engine.models.formats.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
+from penstock.engine.models.formats.scheme import FLOAT32_BYTES, TensorScheme
+from penstock.engine.models.layers.weight_formats import FP8_FORMAT, CodedLayout
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from penstock.engine.models.formats.tensors import LayerTensors
+    from penstock.engine.models.layers.fp8 import Fp8Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8(TensorScheme):
+    """`weight` e4m3 (N, K), times a scale for all of it, for each row or for each block.
+
+    block: rows and columns; None for one scale or one for each row.
+    """
+
+    block: tuple[int, int] | None = None
+    weight_format = FP8_FORMAT
+
+    @property
+    def columns_of_scale(self) -> int | None:
+        return self.block[1] if self.block else None
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        rows, columns = self.block or (1, in_features)
+        scales = -(-out_features // rows) * -(-in_features // columns)
+        return out_features * in_features + FLOAT32_BYTES * scales
+
+    def gpu_layout(self, in_features: int) -> CodedLayout | None:
+        columns = self.columns_of_scale or in_features
+        return CodedLayout.fitting(8, columns, in_features, has_zeros=False, has_halves=False)
+
+    def divided(self, rows: int, columns: int) -> "Fp8":
+        if self.block is None:
+            return self
+        return replace(self, block=(gcd(self.block[0], rows), gcd(self.block[1], columns)))
+
+    def read(self, tensors: "LayerTensors") -> "Fp8Linear":
+        from penstock.engine.models.formats.fp8.layer import read_fp8
+
+        return read_fp8(tensors, self)
+
+    def made_up(
+        self,
+        shape: tuple[int, int],
+        bias: "Tensor | None",
+        std: float,
+        generator: "Generator",
+    ) -> "Fp8Linear":
+        from penstock.engine.models.formats.fp8.layer import made_up_fp8
+
+        return made_up_fp8(self, shape, bias, std, generator)
 
 
 def parse_fp8(settings: Settings) -> QuantizationConfig:

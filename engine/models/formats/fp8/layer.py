@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.models.formats.parts import Fp8Part
-from penstock.engine.models.formats.scheme import Fp8
+from penstock.engine.models.formats.fp8.config import Fp8
 from penstock.engine.models.formats.tensors import LayerTensors
+from penstock.engine.models.layers.fp8 import Fp8Linear
 
 _NAN = 0x7F
 
 
-def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Part:
+def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Linear:
     codes = tensors.codes("weight", torch.float8_e4m3fn)
     if bool((codes[:1].view(torch.uint8) & _NAN == _NAN).any()):
         raise tensors.wrong("weight", "has numbers that are NaN; download the model again")
@@ -22,11 +22,24 @@ def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Part:
         height, width = scheme.block
         grid = (-(-rows // height), -(-columns // width))
         scales, block = tensors.blocks(tensors.scales(name, grid).float(), scheme.block)
-        return Fp8Part(part, scales, block)
+        return Fp8Linear(part, scales, None, block=block)
     scales = tensors.scales(name, (), (rows,), (rows, 1))
-    by_row, width = tensors.groups(_by_row(scales, rows), columns)
-    return Fp8Part(part, by_row, (1, width))
+    by_row = scales.float().reshape(-1, 1).expand(rows, 1)
+    scales, width = tensors.groups(by_row, columns)
+    return Fp8Linear(part, scales, None, block=(1, width))
 
 
-def _by_row(scales: Tensor, rows: int) -> Tensor:
-    return scales.float().reshape(-1, 1).expand(rows, 1)
+def made_up_fp8(
+    scheme: Fp8,
+    shape: tuple[int, int],
+    bias: Tensor | None,
+    std: float,
+    generator: torch.Generator,
+) -> Fp8Linear:
+    """See `TensorScheme.made_up`."""
+    rows, columns = shape
+    height, width = scheme.block or (1, columns)
+    codes = torch.randn(shape, generator=generator, device=generator.device)
+    grid = (-(-rows // height), -(-columns // width))
+    scales = torch.full(grid, std, device=generator.device)
+    return Fp8Linear(codes.to(torch.float8_e4m3fn), scales, bias, block=(height, width))

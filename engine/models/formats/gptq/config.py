@@ -4,15 +4,34 @@ Source of the layout: `pack` in AutoGPTQ's auto_gptq/nn_modules/qlinear/qlinear_
 `dynamic`, GPTQModel's README.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.files.json_file import shown
-from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig
-from penstock.engine.models.formats.scheme import Gptq
-from penstock.engine.models.formats.settings import Settings
+from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
+from penstock.engine.models.formats.scheme import GroupedScheme
+
+if TYPE_CHECKING:
+    from penstock.engine.models.formats.tensors import LayerTensors
+    from penstock.engine.models.layers.grouped import GroupedLinear
 
 # By checkpoint_format: what is to be added to the zeros that are stored.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gptq(GroupedScheme):
+    """`qweight` packed along K, `qzeros` along N, symmetric.
+
+    zero_offset: 1 where the zeros are stored less one, as in the format's first version, or 0.
+    """
+
+    zero_offset: int = 1
+
+    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
+        from penstock.engine.models.formats.gptq.layer import read_gptq
+
+        return read_gptq(tensors, self)
 
 
 def parse_gptq(settings: Settings) -> QuantizationConfig:
@@ -48,4 +67,4 @@ def _scheme(settings: Settings, changes: Any, version: str) -> Gptq:
     group_size = layer.group_size()
     if layer.fields.flag("desc_act") and group_size is not None:
         raise settings.unsupported("GPTQ with desc_act and groups")
-    return Gptq(bits, group_size, _ZERO_OFFSETS[version])
+    return Gptq(bits=bits, group_size=group_size, zero_offset=_ZERO_OFFSETS[version])

@@ -2,14 +2,12 @@
 
 import torch
 
-from penstock.engine.models.formats.bits import unpacked
-from penstock.engine.models.formats.parts import GroupedPart
-from penstock.engine.models.formats.scheme import Gptq
-from penstock.engine.models.formats.tensors import LayerTensors
-from penstock.engine.models.layers.grouped import packed_nibbles
+from penstock.engine.models.formats.gptq.config import Gptq
+from penstock.engine.models.formats.tensors import LayerTensors, unpacked
+from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 
 
-def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedPart:
+def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedLinear:
     columns, bits = tensors.in_features, scheme.bits
     group_size = scheme.group_size or columns
     groups = -(-columns // group_size)
@@ -22,8 +20,8 @@ def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedPart:
     part = tensors.part("qweight", qweight, (1, 1), (0, 32 // bits))
     codes = unpacked(part.t(), bits)[:, : tensors.columns]
     stored = packed_nibbles(codes) if bits == 4 else (codes ^ 128).view(torch.int8)
-    of_groups, size = tensors.groups(scales.t(), group_size)
-    return GroupedPart(stored, of_groups, size, tensors.columns)
+    by_group, size = tensors.groups(scales.t(), group_size)
+    return tensors.grouped(stored, by_group, size)
 
 
 def _check_zeros(tensors: LayerTensors, scheme: Gptq, groups: int, rows: int) -> None:

@@ -57,8 +57,8 @@ def test_codes_and_scales_stand_for_the_same_numbers(number: int, kind: TensorTy
     raw = random_rows(kind)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(number))
-    parts = [blocks.grouped(torch.from_numpy(rows), kind) for rows in (raw[:2], raw[2:])]
-    linear = blocks.linear(parts, kind, None, expected.shape[1])
+    parts = [blocks.coded(torch.from_numpy(rows), kind) for rows in (raw[:2], raw[2:])]
+    linear = parts[0].joined(parts, None)
     scheme = blocks.scheme(kind)
     assert scheme is not None and linear.weight_format == scheme.weight_format
     np.testing.assert_array_equal(linear.weight().numpy(), expected)
@@ -71,7 +71,7 @@ def test_codes_take_as_much_memory_as_foretold_and_little_more_than_in_the_file(
 ) -> None:
     raw = torch.from_numpy(random_rows(kind))
     columns = raw.shape[1] // kind.block_bytes * kind.block_size
-    linear = blocks.linear([blocks.grouped(raw, kind)], kind, None, columns)
+    linear = blocks.coded(raw, kind)
     scheme = blocks.scheme(kind)
     assert scheme is not None and linear.num_bytes == scheme.num_bytes(5, columns)
     assert raw.nbytes <= linear.num_bytes <= 1.03 * raw.nbytes

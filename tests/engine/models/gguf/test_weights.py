@@ -21,8 +21,8 @@ from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.layers.grouped import GroupedLinear
+from penstock.engine.models.layers.linear import PlainLinear, StackedLinear
 from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf

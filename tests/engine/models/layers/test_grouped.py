@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers.grouped import GroupedLinear, StackedLinear, packed_nibbles
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
+from penstock.engine.models.layers.linear import PlainLinear, StackedLinear
 
 OUT, IN, GROUP = 5, 40, 16  # the last group has 8
 GROUPS = 3
