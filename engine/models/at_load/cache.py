@@ -24,10 +24,10 @@ from torch import Tensor
 
 from penstock.engine.files.json_file import CONFIG
 from penstock.engine.files.safetensors import INDEX, SINGLE, read_weight_map
-from penstock.engine.models.at_load.part import Part
 from penstock.engine.models.at_load.plan import VERSION, Plan
 from penstock.engine.models.at_load.quality import Quality
 from penstock.engine.models.at_load.rounding import GROUP_SIZE, Allocate, Codes
+from penstock.engine.models.at_load.weights import Part
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +36,6 @@ _MANIFEST = "manifest.json"
 _STALE_S = 24 * 3600
 # Left free on the disk beside what is written.
 _SPARE_BYTES = 2**28
-# As safetensors names them.
-_STORED = {
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float16: "F16",
-    torch.float32: "F32",
-}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,10 +215,10 @@ def _check(part: Part, stored: Any) -> None:
     if set(stored.keys()) != set(expected):
         raise ValueError(f"{part.key} has other tensors")
     for name, tensor in expected.items():
-        found = stored.get_slice(name)
-        if tuple(found.get_shape()) != tuple(tensor.shape):
+        found = stored.get_tensor(name)  # mapped, not read
+        if found.shape != tensor.shape:
             raise ValueError(f"{name} of {part.key} has another shape")
-        if found.get_dtype() != _STORED[tensor.dtype]:
+        if found.dtype != tensor.dtype:
             raise ValueError(f"{name} of {part.key} has another type")
 
 

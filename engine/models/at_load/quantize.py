@@ -16,7 +16,6 @@ from penstock.engine.models.at_load.cache import (
     cache_directory,
     find,
 )
-from penstock.engine.models.at_load.part import Part
 from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quality import Quality, compare, token_ids_of_text
 from penstock.engine.models.at_load.rounding import (
@@ -25,7 +24,7 @@ from penstock.engine.models.at_load.rounding import (
     NotRoundable,
     rounded,
 )
-from penstock.engine.models.at_load.weights import CodesOf, QuantizedWeights
+from penstock.engine.models.at_load.weights import CodesOf, Part, QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage

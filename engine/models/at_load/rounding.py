@@ -7,13 +7,13 @@ No data is needed but the weights. It knows neither names of layers nor where we
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.engine.config import Quantization
 from penstock.engine.models.layers.grouped import packed_nibbles
 
 GROUP_SIZE = 32
@@ -40,18 +40,6 @@ _FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = torch.finfo(_FP8).max
 
 
-class Kind(Enum):
-    """What weights are rounded to."""
-
-    INT8 = "int8"
-    INT4 = "int4"
-    FP8 = "fp8"
-
-    @property
-    def bits(self) -> int:
-        return 4 if self is Kind.INT4 else 8
-
-
 class Codes(NamedTuple):
     """As `GroupedLinear` has them, without zeros; or as `Fp8Linear`, with a scale for each row."""
 
@@ -59,8 +47,10 @@ class Codes(NamedTuple):
     scales: Tensor
 
     @classmethod
-    def allocated(cls, kind: Kind, rows: int, columns: int, allocate: "Allocate") -> "Codes":
-        if kind is Kind.FP8:
+    def allocated(
+        cls, kind: Quantization, rows: int, columns: int, allocate: "Allocate"
+    ) -> "Codes":
+        if kind is Quantization.FP8:
             return cls(allocate((rows, columns), _FP8), allocate((rows, 1), torch.float32))
         width, dtype = (columns, torch.int8) if kind.bits == 8 else (-(-columns // 2), torch.uint8)
         scales = allocate((rows, -(-columns // GROUP_SIZE)), torch.float16)
@@ -74,7 +64,7 @@ class NotRoundable(Exception):
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-def rounded(weight: Tensor, kind: Kind, allocate: Allocate, num_threads: int = 1) -> Codes:
+def rounded(weight: Tensor, kind: Quantization, allocate: Allocate, num_threads: int = 1) -> Codes:
     """weight: (out_features, in_features), of any float type, on the device that computes; the
     result is where `allocate` has it. Those of 4 bits are for `LEVELS`. Besides the result it needs
     a few MB for each thread, on a GPU a GB. Raises NotRoundable."""
@@ -95,17 +85,19 @@ def rounded(weight: Tensor, kind: Kind, allocate: Allocate, num_threads: int = 1
     return result
 
 
-def _rounded_band(part: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def _rounded_band(part: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
     """The codes and scales of some rows in float32."""
     rows, columns = part.shape
-    if kind is Kind.FP8:
+    if kind is Quantization.FP8:
         return _round_fp8(part)
     groups = -(-columns // GROUP_SIZE)
     part = functional.pad(part, (0, groups * GROUP_SIZE - columns))
     # A group is a column, so that sums over groups add long rows.
-    codes, scales = (_round8 if kind is Kind.INT8 else _round4)(part.view(-1, GROUP_SIZE).t())
+    codes, scales = (_round8 if kind is Quantization.INT8 else _round4)(
+        part.view(-1, GROUP_SIZE).t()
+    )
     codes = codes.t().reshape(rows, -1)[:, :columns]
-    return codes if kind is Kind.INT8 else packed_nibbles(codes), scales.view(rows, groups)
+    return codes if kind is Quantization.INT8 else packed_nibbles(codes), scales.view(rows, groups)
 
 
 def _round_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,69 @@
-"""`QuantizedWeights`: the source of a model whose linear layers are quantized at load."""
+"""`Part`s that are rounded at load, and `QuantizedWeights`, the source of a model made of them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from penstock.engine.models.at_load.part import Part
-from penstock.engine.models.at_load.rounding import Codes
+from penstock.engine.config import Quantization
+from penstock.engine.models.at_load.rounding import GROUP_SIZE, LEVELS, Codes
 from penstock.engine.models.formats.kept import AsStored, Kept
+from penstock.engine.models.layers.fp8 import Fp8Linear
+from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, StackedLinear
 from penstock.engine.models.parts.reader import WeightSource
+
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A linear layer, or rows of one, that is rounded to as many bits throughout.
+
+    names: the checkpoint's layers that it is stacked from.
+    """
+
+    names: tuple[str, ...]
+    rows: int
+    in_features: int
+    kind: Quantization
+
+    @property
+    def key(self) -> str:
+        """A name that no other part of the model has."""
+        if len(self.names) <= _MAX_NAMES:
+            return "+".join(self.names)
+        return f"{self.names[0]}+...+{self.names[-1]}"  # of experts
+
+    @property
+    def weight_format(self) -> str:
+        return self.linear(self.empty(torch.device("meta")), None).weight_format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.in_features
+
+    def empty(self, device: torch.device) -> Codes:
+        def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return Codes.allocated(self.kind, self.rows, self.in_features, allocate)
+
+    def linear(self, codes: Codes, bias: Tensor | None) -> GroupedLinear | Fp8Linear:
+        if self.kind is Quantization.FP8:
+            return Fp8Linear(codes.codes, codes.scales, bias, block=(1, self.in_features))
+        return GroupedLinear(
+            codes.codes,
+            codes.scales,
+            bias,
+            group_size=GROUP_SIZE,
+            in_features=self.in_features,
+            levels=torch.tensor(LEVELS, dtype=torch.int8)
+            if self.kind is Quantization.INT4
+            else None,
+        )
+
 
 CodesOf = Callable[[Part], Codes]
 
@@ -24,7 +79,7 @@ class QuantizedWeights:
         codes_of: CodesOf,
         kept: Kept | None = None,
     ) -> None:
-        """parts_of: see `Scheme.parts`. codes_of: what a part is rounded to. kept: by default
+        """parts_of: see `Scheme.parts`. codes_of: returns the codes of a part. kept: by default
         layers stay as they are made, on the codes' device."""
         self._plain = plain
         self._parts_of = parts_of

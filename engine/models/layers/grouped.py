@@ -198,7 +198,7 @@ def packed_nibbles(codes: Tensor) -> Tensor:
 
 
 def packed_bits(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers of 1 or 2 bits, (rows, columns) uint8, packed as `BlockParts.high`."""
+    """Numbers of 1 or 2 bits, (rows, columns) uint8, packed as `GroupedLinear.high`."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (numbers.view(len(numbers), -1, 8 // bits) << shifts).sum(-1, dtype=torch.uint8)
 

@@ -12,7 +12,6 @@ from penstock.engine.loading.choices import check_quantization
 from penstock.engine.memory.host import Arena
 from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quantize import Rounder
-from penstock.engine.models.at_load.rounding import Kind
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.native import compiler
@@ -69,7 +68,7 @@ def test_4_bits_leave_the_output_layer_the_values_and_narrow_layers_at_8(tmp_pat
     # down_proj reads the 112 of intermediate_size.
     assert eight == {"lm_head", "v_proj", "down_proj"}
     narrow = plan_of(save(make_model("qwen2"), tmp_path / "narrow"), INT4, torch.float32)
-    assert {part.kind for part in narrow.parts} == {Kind.INT8}
+    assert {part.kind for part in narrow.parts} == {Quantization.INT8}
     assert len(narrow.parts) == 3 * 4 + 1  # q, k and v are one where they have the same format
 
 

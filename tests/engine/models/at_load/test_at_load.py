@@ -15,7 +15,7 @@ from penstock.engine.models.at_load.quantize import (
     quantization_plan,
     quantize,
 )
-from penstock.engine.models.at_load.rounding import Kind, rounded
+from penstock.engine.models.at_load.rounding import rounded
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
@@ -106,7 +106,7 @@ def test_the_bar_counts_every_weight(directory: Path, cache: Path) -> None:
 def test_each_method_has_its_own(directory: Path, cache: Path) -> None:
     four, eight = load(directory, INT4), load(directory, INT8)
     assert len(list(cache.iterdir())) == 2
-    assert {part.kind for part in eight.plan.parts} == {Kind.INT8}
+    assert {part.kind for part in eight.plan.parts} == {Quantization.INT8}
     assert are_equal(four, load(directory, INT4)) and are_equal(eight, load(directory, INT8))
 
 
@@ -242,7 +242,7 @@ def test_each_rank_rounds_its_part_to_what_the_whole_is_rounded_to(
             continue
         exact = model.get_submodule(name).weight.detach()
         allocate = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
-        own = [rounded(half, Kind.FP8, allocate) for half in exact.chunk(2, dim=1)]
+        own = [rounded(half, Quantization.FP8, allocate) for half in exact.chunk(2, dim=1)]
         expected = [each.codes.float() * each.scales for each in own]
         assert joined.equal(torch.cat(expected, 1))
         # Of fewer weights, the largest is no larger.

@@ -6,30 +6,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.config import Quantization
 from penstock.engine.models.at_load.rounding import (
     GROUP_SIZE,
     LEVELS,
     Codes,
-    Kind,
     NotRoundable,
     rounded,
 )
 from penstock.engine.models.layers.grouped import GroupedLinear
 
-KINDS = pytest.mark.parametrize("kind", [Kind.INT8, Kind.INT4])
+KINDS = pytest.mark.parametrize("kind", [Quantization.INT8, Quantization.INT4])
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def widened(codes: Codes, kind: Kind, columns: int) -> Tensor:
-    levels = torch.tensor(LEVELS, dtype=torch.int8) if kind is Kind.INT4 else None
+def widened(codes: Codes, kind: Quantization, columns: int) -> Tensor:
+    levels = torch.tensor(LEVELS, dtype=torch.int8) if kind is Quantization.INT4 else None
     linear = GroupedLinear(*codes, None, group_size=GROUP_SIZE, in_features=columns, levels=levels)
     return linear.weight()
 
 
-def round_trip(weight: Tensor, kind: Kind, num_threads: int = 1) -> Tensor:
+def round_trip(weight: Tensor, kind: Quantization, num_threads: int = 1) -> Tensor:
     return widened(rounded(weight, kind, empty, num_threads), kind, weight.shape[1])
 
 
@@ -65,8 +65,8 @@ SIZES = st.sampled_from([1e-6, 1e-3, 0.02, 1.0, 1e4])
 @given(GROUPS, SIZES)
 def test_8_bits_are_off_by_half_a_step_at_most(weight: Tensor, size: float) -> None:
     weight = weight * size
-    codes = rounded(weight, Kind.INT8, empty)
-    off = (widened(codes, Kind.INT8, GROUP_SIZE) - weight).abs().max()
+    codes = rounded(weight, Quantization.INT8, empty)
+    off = (widened(codes, Quantization.INT8, GROUP_SIZE) - weight).abs().max()
     assert off <= codes.scales.float() * 0.5001
     assert int(codes.codes.min()) >= -127
 
@@ -78,7 +78,7 @@ def test_8_bits_are_no_worse_than_the_plain_scale(weight: Tensor, size: float) -
     if weight.abs().max() > 127.5 * scale:  # float16 has rounded it down
         return
     plain = (weight / scale).round() * scale
-    error = (round_trip(weight, Kind.INT8) - weight).square().sum()
+    error = (round_trip(weight, Quantization.INT8) - weight).square().sum()
     assert error <= (plain - weight).square().sum() * 1.0001
 
 
@@ -87,7 +87,7 @@ def test_4_bits_are_no_worse_than_plain_rounding_to_the_same_levels(
     weight: Tensor, size: float
 ) -> None:
     weight = weight * size
-    error = weighted_errors(weight, round_trip(weight, Kind.INT4))
+    error = weighted_errors(weight, round_trip(weight, Quantization.INT4))
     # Scales in float16 are off by up to 1 in 2,048, in the plain rounding too; and numbers that are
     # near the middle of two levels may go to the other one.
     slack = 1e-6 * weighted_errors(weight, torch.zeros_like(weight))
@@ -99,25 +99,25 @@ def test_4_bits_lose_a_quarter_less_than_evenly_spaced_codes() -> None:
     groups = weight.view(-1, GROUP_SIZE)
     scales = groups.abs().amax(1, keepdim=True) / 7
     plain = ((groups / scales).round() * scales).view_as(weight)
-    error = (round_trip(weight, Kind.INT4) - weight).square().sum()
+    error = (round_trip(weight, Quantization.INT4) - weight).square().sum()
     assert error < 0.75 * (plain - weight).square().sum()
 
 
 @KINDS
-def test_zeros_stay_zeros(kind: Kind) -> None:
+def test_zeros_stay_zeros(kind: Quantization) -> None:
     assert not round_trip(torch.zeros(3, 64), kind).any()
 
 
 @KINDS
 @pytest.mark.parametrize("value", [-3.0, -0.02, 1e-3, 7.0])
-def test_a_group_of_one_value_keeps_it(kind: Kind, value: float) -> None:
+def test_a_group_of_one_value_keeps_it(kind: Quantization, value: float) -> None:
     weight = torch.full((2, 64), value)
     torch.testing.assert_close(round_trip(weight, kind), weight, rtol=1e-3, atol=0)
 
 
 @KINDS
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 1e7])
-def test_a_weight_that_no_scale_can_hold_is_refused(kind: Kind, value: float) -> None:
+def test_a_weight_that_no_scale_can_hold_is_refused(kind: Quantization, value: float) -> None:
     weight = normal(4, 64)
     weight[2, 50] = value
     with pytest.raises(NotRoundable):
@@ -126,7 +126,7 @@ def test_a_weight_that_no_scale_can_hold_is_refused(kind: Kind, value: float) ->
 
 @KINDS
 @pytest.mark.parametrize("columns", [1, 5, 31, 33, 40, 100])
-def test_the_last_group_may_be_shorter(kind: Kind, columns: int) -> None:
+def test_the_last_group_may_be_shorter(kind: Quantization, columns: int) -> None:
     weight = normal(6, columns)
     whole = torch.nn.functional.pad(weight, (0, -columns % GROUP_SIZE))
     torch.testing.assert_close(
@@ -137,7 +137,9 @@ def test_the_last_group_may_be_shorter(kind: Kind, columns: int) -> None:
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_do_not_depend_on_each_other_or_on_threads(kind: Kind, dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_each_other_or_on_threads(
+    kind: Quantization, dtype: torch.dtype
+) -> None:
     weight = normal(300, 1024).to(dtype)  # of several bands
     together = round_trip(weight, kind, num_threads=3)
     assert torch.equal(together[250:], round_trip(weight[250:], kind))
