@@ -28,7 +28,7 @@ from penstock.engine.models.parts.reader import Empty
 
 logger = logging.getLogger(__name__)
 
-# Of random weights.
+# The standard deviation of random weights.
 _STD = 0.02
 # The tensors of which any shows that a layer is in the checkpoint.
 _WEIGHTS = ("weight", "weight_packed", "qweight", "blocks")
@@ -133,7 +133,7 @@ class Checkpoint:
         return Cut() if self._shard is None else self._shard.cut(name)
 
     def _check_finite(self, name: str, part: Tensor) -> None:
-        """Of a vector all, of a matrix the first row: reading all twice would cost too much."""
+        """Checks all of a vector, and the first row of a matrix: all twice costs too much."""
         sample = part if part.dim() == 1 else part[:1]
         if not bool(sample.isfinite().all()):
             raise self._files.not_finite(

@@ -149,7 +149,7 @@ class CacheWriter:
     def finish(
         self, method: str, model_dir: Path, share: str, quality: Quality | None
     ) -> Path | None:
-        """Where it is now; None where it is not."""
+        """Returns where it is now; None where it could not be written."""
         if self._partial is None or self._target is None:
             return None
         manifest = Manifest(
@@ -186,7 +186,7 @@ class CacheWriter:
 
 
 def _delete_stale(root: Path) -> None:
-    """What writers left that were killed."""
+    """Deletes what writers left that were killed."""
     for path in root.glob("*.*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_S:
@@ -194,7 +194,7 @@ def _delete_stale(root: Path) -> None:
 
 
 def _delete_earlier(root: Path, manifest: Manifest) -> None:
-    """What the same method made of this checkpoint before its files changed."""
+    """Deletes what the same method made of this checkpoint before its files changed."""
     for path in root.glob(f"*/{_MANIFEST}"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             other = msgspec.json.decode(path.read_bytes(), type=Manifest)

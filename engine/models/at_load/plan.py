@@ -19,7 +19,7 @@ from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.formats.kept import Kept
 from penstock.engine.models.layers.linear import PlainLinear
 
-# Of the rounding, of what is kept at 8 bits, and of the text: part of the key of what is cached.
+# Counts changes of the rounding, of the layers of 8 bits, and of the text: part of the cache's key.
 VERSION = 1
 # Rows this short are of models so small that 4 bits save little and cost much.
 _LEAST_COLUMNS_OF_4_BITS = 256
@@ -46,12 +46,12 @@ class Scheme:
         else:
             stacked = [(names, rows)]
         parts: list[Part] = []
-        for of_part, num_rows in stacked:
-            kind = self._kind(of_part[-1], in_features)
+        for group, num_rows in stacked:
+            kind = self._kind(group[-1], in_features)
             if parts and parts[-1].kind is kind:
                 before = parts.pop()
-                of_part, num_rows = before.names + of_part, before.rows + num_rows
-            parts.append(Part(of_part, num_rows, in_features, kind))
+                group, num_rows = before.names + group, before.rows + num_rows
+            parts.append(Part(group, num_rows, in_features, kind))
         return parts
 
     def _kind(self, name: str, in_features: int) -> Quantization:
@@ -70,7 +70,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a model will be.
+    """A model before it is read.
 
     weight_bytes: of all its weights. step_weight_bytes: as in `ModelInfo.weight_bytes`.
     expert_bytes: of all experts. parts: in the order in which a model reads them.
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def num_weights(self) -> int:
-        """Of the linear layers."""
+        """How many weights the linear layers have."""
         return sum(part.rows * part.in_features for part in self.parts)
 
     @property

@@ -38,7 +38,7 @@ _NUM_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Of the quantized model, against the unquantized one.
+    """How far the quantized model is from the unquantized one.
 
     kl_divergence: the mean over the tokens, in nats; kl_divergence_p99: its 99th percentile.
     top1_agreement: the share of tokens after which both find the same one likeliest. perplexity:
@@ -103,7 +103,7 @@ def compare(
 def _inputs(
     model: ModelConfig, weights: WeightSource, token_ids: Tensor, embedded: Tensor
 ) -> Sequence[Tensor | None]:
-    """The layers' own inputs, where the model has any."""
+    """Returns the layers' own inputs, where the model has any."""
     if model.per_layer_inputs is None:
         return [None] * model.num_layers
     reader = PartReader(weights, PlainLinear, model.norm)

@@ -86,7 +86,7 @@ def rounded(weight: Tensor, kind: Quantization, allocate: Allocate, num_threads:
 
 
 def _rounded_band(part: Tensor, kind: Quantization) -> tuple[Tensor, Tensor]:
-    """The codes and scales of some rows in float32."""
+    """Returns the codes and scales of some rows in float32."""
     rows, columns = part.shape
     if kind is Quantization.FP8:
         return _round_fp8(part)
@@ -168,7 +168,7 @@ def _round4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _looked_up(numbers: Tensor, table: Tensor) -> Tensor:
-    """What the table has for each number, rounded to an integer from -128 to 127."""
+    """Looks up each number, rounded to an integer from -128 to 127, in the table."""
     indices = numbers.add_(128.5).clamp_(0, 255).to(torch.int32)
     return table.index_select(0, indices.flatten()).view_as(numbers)
 
@@ -182,7 +182,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each group, and the largest absolute value. Raises NotRoundable."""
+    """Returns each group's largest value, and largest absolute value. Raises NotRoundable."""
     highest = x.amax(0)
     largest = torch.maximum(highest, -x.amin(0))
     if not bool(largest.amax() <= _LARGEST_WEIGHT):  # nor is NaN
@@ -191,5 +191,5 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _next_half(scale: Tensor) -> Tensor:
-    """The next larger number of float16. scale: positive."""
+    """Returns the next larger number of float16. scale: positive."""
     return (scale.half().view(torch.int16) + 1).view(torch.float16).float()

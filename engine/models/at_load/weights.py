@@ -97,8 +97,8 @@ class QuantizedWeights:
         row = 0
         for part in self._parts_of(names, *shape):
             end = row + part.rows
-            of_rows = None if bias is None else bias[row:end]
-            linears.append(part.linear(self._codes_of(part), of_rows))
+            part_bias = None if bias is None else bias[row:end]
+            linears.append(part.linear(self._codes_of(part), part_bias))
             row = end
         linear = linears[0] if len(linears) == 1 else StackedLinear(linears)
         return self._kept.layer(linear) or linear

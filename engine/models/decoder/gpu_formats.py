@@ -9,7 +9,7 @@ from penstock.scheduler.errors import InvalidConfig
 
 
 def kept_on_gpu(model: ModelConfig, device: torch.device) -> Kept:
-    """Of a mixture nothing, because no kernel of experts reads codes."""
+    """Keeps nothing of a mixture, because no kernel of experts reads codes."""
     return OnGpu(device) if model.experts is None else AsStored()
 
 

@@ -15,7 +15,7 @@ from penstock.engine.models.formats.scheme import TensorScheme
 
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"
-# Of which ranks have some of the columns; of all others, some of the rows.
+# Ranks have some of the columns of these; of all others, some of the rows.
 _BY_COLUMNS = (".o_proj", ".down_proj")
 _LAYER = "model.layers."
 
@@ -45,14 +45,14 @@ class Settings:
             brief=f"{name} weights are not supported",
         )
 
-    def only(self, name: str, allowed: tuple[object, ...], of_format: str) -> None:
+    def only(self, name: str, allowed: tuple[object, ...], format_name: str) -> None:
         """Raises InvalidModel unless the field is absent or has one of these values."""
         value = self.fields.get(name)
         if value is not None and value not in allowed:
-            raise self.unsupported(f"{of_format} with {name} {shown(value)}")
+            raise self.unsupported(f"{format_name} with {name} {shown(value)}")
 
     def group_size(self, name: str = "group_size") -> int | None:
-        """None for -1 or null, which mean the whole row."""
+        """Returns None for -1 or null, which mean the whole row."""
         if self.fields.get(name) in (None, -1):
             return None
         return self.fields.count(name)
@@ -85,11 +85,11 @@ class QuantizationConfig:
     num_ranks: int = 1
 
     def from_layer(self, first: int) -> "QuantizationConfig":
-        """Of a stage that begins with this layer."""
+        """Returns that of a stage that begins with this layer."""
         return replace(self, first_layer=first)
 
     def over_ranks(self, num_ranks: int) -> "QuantizationConfig":
-        """Of one of the ranks that have a part of every layer each."""
+        """Returns that of one of the ranks that have a part of every layer each."""
         return replace(self, num_ranks=num_ranks)
 
     def renamed(self, rename: Callable[[str], str]) -> "QuantizationConfig":
@@ -98,14 +98,16 @@ class QuantizationConfig:
         return replace(self, groups=tuple(groups), ignored=tuple(map(rename, self.ignored)))
 
     def scheme_of(self, layer: str) -> TensorScheme | None:
-        """None where config.json says that it is plain."""
+        """Returns None where config.json says that the layer is plain."""
         if LINEAR in self.ignored or _name(self.ignored, layer):
             return None
         return self.scheme_if_quantized(layer)
 
     def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> TensorScheme | None:
-        """Of what a stage or a rank has of a layer. layer: counted from the first of the stage.
-        shape: (out_features, in_features) of the part."""
+        """Returns that of a stage's or a rank's part of a layer.
+
+        layer: counted from the first of the stage. shape: (out_features, in_features) of the part.
+        """
         if layer.startswith(_LAYER):
             index, _, rest = layer.removeprefix(_LAYER).partition(".")
             layer = f"{_LAYER}{int(index) + self.first_layer}.{rest}"
@@ -118,7 +120,7 @@ class QuantizationConfig:
         return scheme.divided(rows, 0)
 
     def scheme_if_quantized(self, layer: str) -> TensorScheme | None:
-        """Of a layer whose tensors show that it is quantized, whether it is ignored or not.
+        """Returns that of a layer whose tensors show that it is quantized, even if it is ignored.
 
         None where no group has it.
         """
@@ -136,7 +138,7 @@ def regular_expressions(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def _name(targets: tuple[str, ...], layer: str) -> bool:
-    """Whether any target means this layer by its name: in full, in part ("mlp", "lm_head"), with
+    """Returns whether any target names this layer: in full, in part ("mlp", "lm_head"), with
     wildcards ("model.layers.0.*") or by a regular expression, which must match its beginning."""
     names, patterns = _by_kind(targets)
     parts = layer.split(".")

@@ -22,7 +22,7 @@ class Cut:
     columns: Span | None = None
 
     def num_rows(self, whole: int) -> int:
-        """Of the part. whole: of the matrix."""
+        """Returns the rows of the part. whole: those of the matrix."""
         return whole if self.rows is None else sum(span.size for span in self.rows)
 
     def rows_of(self, tensor: Tensor, dim: int = 0, per: int = 1) -> Tensor:
@@ -37,7 +37,7 @@ class Cut:
         return _parts(tensor, (self.columns,), "columns", dim, per)
 
     def groups_of(self, table: Tensor, size: int) -> tuple[Tensor, int]:
-        """What groups of `size` columns have, (rows, groups), and the size of the part's groups:
+        """Returns the part of a table (rows, groups) of `size` columns, and the size of its groups:
         smaller ones with the same numbers, where the part begins or ends in one."""
         if self.columns is None:
             return table, size

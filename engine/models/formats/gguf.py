@@ -1,4 +1,4 @@
-"""What the blocks of a GGUF tensor stand for: its numbers, or the codes of a `GroupedLinear`.
+"""The blocks of a GGUF tensor as its numbers, or as the codes of a `GroupedLinear`.
 
 Source of the layouts: ggml-common.h and ggml-quants.c of ggml. `raw`, in all of these, is the bytes
 of some rows: (rows, bytes of a row) uint8.
@@ -22,7 +22,7 @@ from penstock.engine.models.layers.weight_formats import (
 )
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# What the codes of IQ4 stand for.
+# The codes of IQ4 stand for these.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -40,7 +40,7 @@ class Blocks(Scheme):
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is codes of 4 or 8 bits with a scale for each group, and nothing else."""
+        """Returns whether it is codes of 4 or 8 bits with a scale for each group alone."""
         return self.bits in (4, 8) and self.block_size is None and not self.has_minima
 
     @property
@@ -65,7 +65,7 @@ class Blocks(Scheme):
 
 
 class Unpacked(NamedTuple):
-    """Of some blocks, scale * (code - middle) - minimum each.
+    """Some blocks, whose numbers are scale * (code - middle) - minimum each.
 
     codes: (blocks, numbers) uint8, or int8 around 0. scales and minima: (blocks, groups) float16,
     or int8, to be multiplied by the factors: (blocks, 1) float16.
@@ -149,9 +149,9 @@ def coded(raw: Tensor, kind: TensorType) -> GroupedLinear:
     )
 
 
-def _product(of_groups: Tensor, factors: Tensor | None) -> Tensor:
-    """In float32, for each number of a group."""
-    wide = of_groups.float()
+def _product(by_group: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns in float32 what multiplies each number of a group."""
+    wide = by_group.float()
     return (wide if factors is None else wide * factors.float()).unsqueeze(-1)
 
 
@@ -165,7 +165,7 @@ def _signed(blocks: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low halves of some bytes, (..., n), and then the high ones: (..., 2n)."""
+    """Returns the low halves of some bytes, (..., n), and then the high ones: (..., 2n)."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
@@ -183,7 +183,7 @@ def _q4_1(blocks: Tensor) -> Unpacked:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Of 32 codes from 4 bytes: (blocks, 32), 0 or 16."""
+    """Returns 0 or 16 for each of 32 codes, from 4 bytes: (blocks, 32)."""
     bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)
     return (bits & 1).flatten(1) << 4
 
@@ -200,8 +200,8 @@ def _q5_1(blocks: Tensor) -> Unpacked:
 
 
 def _with_minima(blocks: Tensor, codes: Tensor) -> Unpacked:
-    """Of Q4_K or Q5_K. codes: (blocks, 8, 32). Scales and minima are codes of 6 bits in 12 bytes,
-    and each have a factor."""
+    """Unpacks Q4_K or Q5_K, whose scales and minima are codes of 6 bits in 12 bytes, and each have
+    a factor. codes: (blocks, 8, 32)."""
     factor, minimum_factor = torch.split(_halves(blocks[:, :4]), 1, dim=1)
     low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
     scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), dim=1)

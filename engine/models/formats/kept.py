@@ -1,4 +1,4 @@
-"""What a path through a model keeps of layers whose weights are codes."""
+"""`Kept`: which layers stay codes on a path through a model, and what they take there."""
 
 from collections.abc import Collection
 from typing import Protocol

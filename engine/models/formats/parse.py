@@ -56,7 +56,7 @@ _NAMES = {
 def read_quantization(config: Fields, model_dir: Path) -> QuantizationConfig | None:
     """config: of config.json. None where the weights are plain. Raises InvalidModel."""
     if (found := _announced(config)) is None:
-        return _of_modelopt(model_dir / HF_QUANT_CONFIG)
+        return _read_modelopt(model_dir / HF_QUANT_CONFIG)
     settings, method = found
     if (parse := _PARSERS.get(method)) is None:
         raise settings.unsupported(_name(method))
@@ -66,7 +66,7 @@ def read_quantization(config: Fields, model_dir: Path) -> QuantizationConfig | N
 
 
 def quantization_name(config: Fields) -> str | None:
-    """The format that config.json announces, for people; None where the weights are plain."""
+    """Returns the name of the format that config.json announces; None where weights are plain."""
     if (found := _announced(config)) is None:
         return None
     return _name(found[1])
@@ -77,7 +77,7 @@ def _name(method: str) -> str:
 
 
 def _announced(config: Fields) -> tuple[Settings, str] | None:
-    """The settings, and the method."""
+    """Returns the settings, and the method."""
     for key in _KEYS:
         value = config.get(key)
         if value is None:
@@ -108,7 +108,7 @@ def _check_patterns(settings: Settings, parsed: QuantizationConfig) -> None:
             ) from None
 
 
-def _of_modelopt(path: Path) -> QuantizationConfig | None:
+def _read_modelopt(path: Path) -> QuantizationConfig | None:
     content = Fields(path, read_object(path)).mapping("quantization")
     if content.get("quant_algo") is None:
         return None

@@ -8,7 +8,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.cut import CannotCut, Cut
 from penstock.engine.models.layers.grouped import GroupedLinear
 
-# Of scales; the last has powers of two alone.
+# Scales have these types; the last has powers of two alone.
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -27,13 +27,13 @@ class LayerTensors:
 
     @property
     def columns(self) -> int:
-        """Of the part that is to be read."""
+        """How many columns the part has that is to be read."""
         return self.in_features if self._cut.columns is None else self._cut.columns.size
 
     def part(
         self, name: str, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]
     ) -> Tensor:
-        """What is to be read of a tensor that is called so. rows, columns: along which dimension,
+        """Returns what is to be read of a tensor. rows, columns: along which dimension,
         and how many an element holds. Raises InvalidModel."""
         try:
             return self._cut.columns_of(self._cut.rows_of(tensor, *rows), *columns)
@@ -41,14 +41,14 @@ class LayerTensors:
             raise self.wrong(name, str(error)) from None
 
     def groups(self, table: Tensor, size: int) -> tuple[Tensor, int]:
-        """The part of (out_features, groups) of so many columns, and the size of its groups."""
+        """Returns the part of a table (out_features, groups), and the size of its groups."""
         return self._cut.groups_of(self._cut.rows_of(table), size)
 
     def blocks(self, table: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """The part of what blocks of rows and columns have, and the size of its blocks."""
-        of_rows, height = self._cut.blocks_of(table, block[0])
-        of_blocks, width = self._cut.groups_of(of_rows, block[1])
-        return of_blocks, (height, width)
+        """Returns the part of a table of blocks of rows and columns, and the size of its blocks."""
+        rows, height = self._cut.blocks_of(table, block[0])
+        blocks, width = self._cut.groups_of(rows, block[1])
+        return blocks, (height, width)
 
     def has(self, name: str) -> bool:
         return f"{self.layer}.{name}" in self._files

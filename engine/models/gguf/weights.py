@@ -104,7 +104,7 @@ class GgufWeights:
         for start in range(0, len(raw), step):
             numbers = blocks.numbers(raw[start : start + step], info.type)
             part = into.view(len(raw), -1)[start : start + step].copy_(numbers)
-            # Of a vector all, of a matrix the first rows, but in float16, which overflows.
+            # All of a vector, and the first rows of a matrix, but in float16, which overflows.
             if (start == 0 or is_narrow) and not bool(part.isfinite().all()):
                 self._check_finite(name, numbers)
                 raise InvalidModel(
@@ -164,7 +164,7 @@ class _Stored:
 
 
 def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage) -> int:
-    """The bytes that a stage's weights take when they are read."""
+    """Returns the bytes that a stage's weights take when they are read."""
     gguf = open_gguf(path)
     sizes = _loaded_bytes(gguf, dtype, kept)
     if stage.num_stages == 1:
@@ -179,14 +179,14 @@ def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage) 
 
 
 def _is_in(stage: Stage, name: str) -> bool:
-    """Whether a stage has this tensor, which is not the embedding."""
+    """Returns whether a stage has this tensor, which is not the embedding."""
     if not name.startswith("blk."):
         return stage.is_last
     return int(name.split(".")[1]) in stage.layers
 
 
 def _loaded_bytes(gguf: GgufFile, dtype: torch.dtype, kept: KeptBytes) -> dict[str, int]:
-    """Of each tensor."""
+    """Returns the bytes of each tensor."""
     sizes = {}
     for name, info in gguf.tensors.items():
         sizes[name] = info.num_elements * dtype.itemsize
@@ -207,7 +207,7 @@ def _kept_bytes(info: TensorInfo, kept: KeptBytes) -> int | None:
 
 
 def _coded_bytes(gguf: GgufFile, name: str, kept: KeptBytes) -> int | None:
-    """Of this matrix, where it and those that are stacked with it have codes."""
+    """Returns the bytes of this matrix, where it and those stacked with it have codes."""
     prefix, _, kind = name.removesuffix(".weight").rpartition(".")
     stack = next((stack for stack in STACKED if kind in stack), ())
     others = [gguf.tensors[f"{prefix}.{each}.weight"] for each in stack]
@@ -217,7 +217,7 @@ def _coded_bytes(gguf: GgufFile, name: str, kept: KeptBytes) -> int | None:
 
 
 def weight_formats(path: Path) -> frozenset[str]:
-    """Of the linear layers that are read with their codes."""
+    """Returns those of the linear layers that are read with their codes."""
     gguf = open_gguf(path)
     linears = {
         name: info

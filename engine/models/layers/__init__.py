@@ -1,1 +1,1 @@
-"""What models are made of, in torch: linear layers, rotary positions. It knows no model."""
+"""Linear layers in torch, by weight format. It knows no model."""

@@ -19,8 +19,8 @@ from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
 from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.linear import LinearProducts, PlainLinear, StackedLinear
 
-# Of a weight that is dequantized at a time: half of the L2 cache of an H100 or H200, so that it may
-# still be there when cuBLAS reads it; and in whole tiles of cuBLAS.
+# So much of a weight is dequantized at a time: half of the L2 cache of an H100 or H200, where it
+# may still be when cuBLAS reads it; and in whole tiles of cuBLAS.
 _SLAB_BYTES = 25_000_000
 _SLAB_ROWS = 128
 # Dequantizing the weights of Qwen3-8B, int4 in groups of 128, adds some 15 ms to a step, and tiles

@@ -91,7 +91,7 @@ class GroupedLinear(CodesLinear):
 
     @property
     def middle(self) -> int:
-        """What unsigned codes are above the numbers they stand for, before zeros and minima."""
+        """By how much unsigned codes exceed their numbers, before zeros and minima."""
         is_unsigned = self.minima is not None or self.zeros is not None
         return 0 if is_unsigned else 1 << (self.bits - 1)
 

@@ -190,7 +190,7 @@ def stacked(layers: Sequence[JoinableLinear], bias: Tensor | None) -> StoredLine
 
 
 def bands(num_rows: int) -> Iterator[tuple[int, int]]:
-    """The first row, and the first after it, of each of the bands that are widened at a time."""
+    """Yields the first row, and the first after it, of each band that is widened at a time."""
     for start in range(0, num_rows, _BAND):
         yield start, min(start + _BAND, num_rows)
 
@@ -200,8 +200,11 @@ def tensor_bytes(*tensors: Tensor | None) -> int:
 
 
 def cpu_linear(dtype: torch.dtype, *, has_experts: bool) -> MakeLinear:
-    """The fastest linear layer of torch on a processor, for weights of this type. has_experts:
-    whether a layer may be one of several that are stacked, whose rows are taken one by one."""
+    """Returns the fastest linear layer of torch on a processor, for weights of this type.
+
+    has_experts: whether a layer may be one of several that are stacked, whose rows are taken one
+    by one.
+    """
     if has_experts:
         return PlainLinear
     if dtype is torch.float16 or (dtype is torch.bfloat16 and not _multiplies_bfloat16()):
@@ -215,7 +218,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 def _can_pack() -> bool:
-    """Whether this torch has the private operators of `PackedLinear`."""
+    """Returns whether this torch has the private operators of `PackedLinear`."""
     return (
         torch._C._has_mkldnn
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -227,7 +230,7 @@ Product = TypeVar("Product")
 
 
 class LinearProducts(Generic[Product]):
-    """What one path through a model computes linear layers with, by weight format."""
+    """One path through a model computes linear layers with these, by weight format."""
 
     def __init__(self, path: str, by_format: Mapping[str, Callable[[Any], Product]]) -> None:
         """path: its name in error messages. by_format: makes the product of a layer, given it."""

@@ -65,8 +65,8 @@ def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:
     )
 
 
-def _scheme(settings: Settings, group: Settings, of_all: str | None) -> TensorScheme | None:
-    name = group.fields.text("format") or of_all or "of no format"
+def _scheme(settings: Settings, group: Settings, default: str | None) -> TensorScheme | None:
+    name = group.fields.text("format") or default or "of no format"
     if name == "dense":
         return None
     content = group.fields.mapping("weights")

@@ -23,7 +23,7 @@ def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedLinear:
 
 
 def _codes(tensors: LayerTensors) -> tuple[int, Tensor]:
-    """The rows of the whole, and the codes of the part that is to be read."""
+    """Returns the rows of the whole, and the codes of the part that is to be read."""
     codes = tensors.codes("weight", torch.int8)
     return len(codes), tensors.part("weight", codes, (0, 1), (1, 1))
 
@@ -54,7 +54,7 @@ def _packed_codes(tensors: LayerTensors, bits: int) -> tuple[int, Tensor]:
 
 
 def _zeros(tensors: LayerTensors, scheme: Integers, rows: int, groups: int) -> Tensor:
-    """Of 8 bits int8, of 4 bits uint8: (rows, groups)."""
+    """Returns (rows, groups): int8 for 8 bits, uint8 for 4."""
     name = "weight_zero_point"
     is_whole = scheme.group_size is None
     tensor = tensors.take(name, (torch.int32, torch.int8), None)

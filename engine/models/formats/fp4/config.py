@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.engine.models.layers.grouped import GroupedLinear
 
 _EXPERTS = "re:.*\\.mlp\\.experts\\..*"
-# Of the microscaling formats: columns that share a power of two.
+# So many columns share a power of two in the microscaling formats.
 _GROUP_SIZE = 32
 
 # Twice the numbers that the codes stand for, so that they are integers; bit 3 is the sign.

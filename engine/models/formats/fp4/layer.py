@@ -17,8 +17,8 @@ def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedLinear:
         scales = tensors.scales(scheme.scale, shape, dtypes=_POWERS)
     else:
         scales = tensors.scales(scheme.scale, shape, dtypes=(torch.float8_e4m3fn,))
-        of_all = tensors.scales(scheme.global_scale, ()).float().reshape(())
-        scales = scales / of_all if scheme.divides else scales * of_all
+        global_scale = tensors.scales(scheme.global_scale, ()).float().reshape(())
+        scales = scales / global_scale if scheme.divides else scales * global_scale
         tensors.check_finite(scheme.global_scale, scales)
     part = tensors.part(scheme.weight, codes, (0, 1), (1, 2))
     by_group, size = tensors.groups(scales / 2, scheme.group_size)

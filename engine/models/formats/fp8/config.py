@@ -75,7 +75,7 @@ def parse_fp8(settings: Settings) -> QuantizationConfig:
 
 
 def block(settings: Settings, name: str) -> tuple[int, int] | None:
-    """Rows and columns that share a scale. Raises InvalidModel."""
+    """Returns the rows and columns that share a scale. Raises InvalidModel."""
     value = settings.fields.get(name)
     if value is None:
         return None
