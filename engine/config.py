@@ -57,7 +57,7 @@ class Quantization(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of most layers."""
+        """The width of a weight in most layers."""
         return 4 if self is Quantization.INT4 else 8
 
 
@@ -70,7 +70,7 @@ class ModelImpl(StrEnum):
 
 
 class AttentionBackend(StrEnum):
-    """What computes attention on a GPU; on CPU there is one implementation."""
+    """Implementations of attention on a GPU; on CPU there is one."""
 
     AUTO = "auto"  # the fastest measured: see penstock.engine.kernels.attention.backends
     TRITON = "triton"  # our own kernels
@@ -78,7 +78,7 @@ class AttentionBackend(StrEnum):
     TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model
 
 
-# Of a LoRA adapter's directory: those that are read.
+# The files of a LoRA adapter's directory that are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 

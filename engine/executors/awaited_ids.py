@@ -7,7 +7,7 @@ from penstock.scheduler.types import ScheduledBatch
 
 
 class AwaitedIds:
-    """Of the steps that were launched and not yet told of, in their order."""
+    """Knows the places of the steps that were launched and not yet told of, in their order."""
 
     def __init__(self) -> None:
         self._steps: deque[list[tuple[int, int] | None]] = deque()

@@ -46,7 +46,7 @@ class FirstRank(Generic[Own]):
         self.adapters.lead(followers)
         self.prepare, self.release = executor.prepare, executor.release
         self._last: _LaunchedStep | None = None
-        # Of the steps since the last message to the other ranks.
+        # The ids of the steps since the last message to the other ranks.
         self._sampled: list[Sequence[int]] = []
 
     def execute(self, batch: ScheduledBatch) -> "_LaunchedStep":

@@ -316,7 +316,7 @@ class Followers:
 
 
 def _end_of(follower: _Follower, name: str) -> RankFailed:
-    """Of one whose process has ended."""
+    """Tells how a follower's process ended."""
     code, rank = follower.process.wait(), follower.rank
     if code < 0:
         why = f"{name} was ended by signal {-code}"

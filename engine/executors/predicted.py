@@ -96,7 +96,7 @@ class PredictedExecutor:
         return end_s
 
     def _times(self, work: StepWork) -> tuple[float, float]:
-        """Of the device and of the host, in seconds."""
+        """Returns the seconds of the device and of the host."""
         kind, amounts = class_of(work), self.info.amounts(work)
         device_s, host_s = self._model.time_of(amounts)
         factor = self._factors.get(kind, 1.0)

@@ -59,7 +59,7 @@ def mix(state: int, value: int) -> int:
 
 
 class _Pool(NamedTuple):
-    """Of one group of layers: by place, the token written there, and the digest up to it."""
+    """A group of layers has, by place, the token written there and the digest up to it."""
 
     ids: Any
     digests: Any
@@ -99,7 +99,7 @@ class _PoolBytes:
 
 
 class _States(NamedTuple):
-    """Of one group of layers with a recurrence: by state, how many tokens it has seen, and the
+    """A group of layers with a recurrence has, by state, how many tokens it has seen, and the
     digest of these."""
 
     lengths: list[int]
@@ -156,7 +156,7 @@ class ScriptedExecutor:
             _Pool([-1] * num_positions, [0] * num_positions)
             for num_positions in (group.num_blocks * info.block_size for group in self._groups)
         ]
-        # Of the group after those, where there is one.
+        # The states of the group after those, where there is one.
         self._states = _States([-1] * info.num_states, [0] * info.num_states)
         self.journals: tuple[BlockJournal, ...] = ()
         if kept:
@@ -178,11 +178,7 @@ class ScriptedExecutor:
 
     def execute(self, batch: ScheduledBatch) -> PendingTokens:
         if self._step_s:
-            now_s = time.monotonic()
-            time.sleep(max(0.0, self._next_step_s - now_s))
-            # From when it was due, so that a sleep that was too long is made up for; a late step is
-            # not.
-            self._next_step_s = max(self._next_step_s, now_s) + self._step_s
+            self._wait_until_due()
         self._apply(batch)
         sampling_slots = [
             s for s, samples in zip(batch.slots, batch.samples, strict=True) if samples
@@ -211,8 +207,8 @@ class ScriptedExecutor:
         failed: dict[int, FinishReason] = {}
         if table := self._grammars:
             constraints = table.constraints(sampling_slots)
-            of_grammars = table.advance(sampling_slots, token_ids, constraints)
-            failed = dict.fromkeys(of_grammars, FinishReason.ERROR)
+            violated = table.advance(sampling_slots, token_ids, constraints)
+            failed = dict.fromkeys(violated, FinishReason.ERROR)
         return CompletedStep(
             SampledTokens(
                 step=batch.step,
@@ -222,6 +218,12 @@ class ScriptedExecutor:
                 prompts=tuple(prompts),
             )
         )
+
+    def _wait_until_due(self) -> None:
+        now_s = time.monotonic()
+        time.sleep(max(0.0, self._next_step_s - now_s))
+        # From when it was due, so that too long a sleep is made up for; a late step is not.
+        self._next_step_s = max(self._next_step_s, now_s) + self._step_s
 
     def _apply(self, batch: ScheduledBatch) -> None:
         size = self.info.block_size
@@ -285,7 +287,7 @@ class ScriptedExecutor:
         return token_id
 
     def _digest(self, slot: Slot, length: int) -> int:
-        """Of its first `length` tokens, as the pool has them."""
+        """Returns the digest of its first `length` tokens, as the pool has them."""
         if not self._paranoid:
             written: int = self._pools[0].digests[self._place(slot, length - 1)]
             return written
@@ -319,7 +321,7 @@ class ScriptedExecutor:
         ]
 
     def _score(self, slot: Slot, position: int, num_top: int) -> PromptLogprobs:
-        """Of the token at `position`, given those before it."""
+        """Scores the token at `position`, given those before it."""
         vocab_size = self.info.vocab_size
         best = self._token_at(self._digest(slot, position), position)
         distance = (slot.token_ids[position] - best) % vocab_size

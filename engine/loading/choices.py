@@ -1,4 +1,4 @@
-"""What a start decides before anything is loaded, and refuses: device, types, formats."""
+"""A start decides device, types and formats, or refuses them, before anything is loaded."""
 
 import logging
 from pathlib import Path

@@ -246,7 +246,7 @@ def _dtype_and_library(
 def _weight_formats(
     config: EngineConfig, model: ModelConfig, model_dir: Path, dtype: torch.dtype
 ) -> frozenset[str]:
-    """Of the linear layers that will not be plain."""
+    """Names the formats of the linear layers that will not be plain."""
     if plan := quantization_plan(config.quantization, model, dtype):
         return plan.weight_formats
     return gguf_formats(model_dir) if is_gguf(model_dir) else model.weight_formats

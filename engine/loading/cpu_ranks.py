@@ -64,8 +64,8 @@ def build_parallel_executor(
 
 
 def follow_on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:
-    """What computes this rank's part of each step, where it is not rank 0, and what has its parts
-    of adapters; its model is loaded then."""
+    """Loads this rank's part, where it is not rank 0. Returns what computes that of each step, and
+    the store of its parts of adapters."""
     config = start.config
     membership = join(config, start.store, start.rank)
     place = Place.on_cpu(membership, layout_of(config), start.pools)

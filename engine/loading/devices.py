@@ -1,4 +1,4 @@
-"""What a start measures of a device, and how it divides a GPU's memory or says that it ran out."""
+"""A start measures a device and divides a GPU's memory, or says which flag to lower."""
 
 import logging
 from collections.abc import Iterator, Sequence

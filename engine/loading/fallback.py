@@ -226,7 +226,7 @@ def _check_flags(config: EngineConfig) -> None:
 
 
 def _attention_groups(model: TransformersModel, itemsize: int) -> tuple[AttentionGroup, ...]:
-    """Of what is read, which is less than the pool holds where layers differ in width."""
+    """Counts what is read, which is less than the pool holds where layers differ in width."""
     kv_bytes: dict[int | None, int] = defaultdict(int)
     flops: dict[int | None, int] = defaultdict(int)
     for layer in model.layers.values():

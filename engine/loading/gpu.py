@@ -73,7 +73,7 @@ def load_on_gpu(
 
 @contextmanager
 def _naming_limits(gpu: Gpu) -> Iterator[None]:
-    """Of large heads on a small GPU, mostly in float32."""
+    """Raises InvalidConfig where a kernel is too large for the GPU, mostly in float32."""
     try:
         yield
     except OutOfResources as error:
@@ -137,7 +137,7 @@ class _GpuLoading(Loading):
         return executor
 
     def _plan_all(self) -> None:
-        """What is to be in the GPU's memory, before any of it is."""
+        """Plans what is to be in the GPU's memory, before any of it is."""
         config, model, gpu = self.config, self.model, self.gpu
         check_parts(self.whole)
         check_experts_on_gpu(self.whole, config.quantization)

@@ -75,8 +75,8 @@ def build_cuda_ranks(
 def follow_on_gpu(
     start: Start, on_error: Callable[[BaseException], None]
 ) -> tuple[Callable[[Step], None], AdapterStore | None]:
-    """What computes this rank's part of each step, where it is not rank 0, and what has its parts
-    of adapters; its model is loaded then. on_error: called in another thread, with what its device
+    """Loads this rank's part, where it is not rank 0. Returns what computes that of each step, and
+    the store of its parts of adapters. on_error: called in another thread, with what its device
     reports of a step."""
     config, gpu = start.config, _gpu_of(start.rank)
     assert start.board is not None, start

@@ -10,7 +10,7 @@ from penstock.scheduler.groups import StateGroup
 
 logger = logging.getLogger(__name__)
 
-# Of the ledger in the log.
+# The order of the lines in the log.
 _LINES = (
     *("weights", "adapters", "kv_pool", "activations", "graphs", "staging"),
     *("others", "free", "total"),

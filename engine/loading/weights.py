@@ -80,8 +80,8 @@ def weight_bytes(
     stage: Stage,
     plan: Plan | None = None,
 ) -> int:
-    """What `weight_source` will read takes in memory. plan: of --quantization. stage: whose model
-    and plan these are."""
+    """Returns the memory of what `weight_source` will read. plan: of --quantization. stage: the one
+    whose model and plan these are."""
     if plan is not None:
         return plan.weight_bytes
     if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
@@ -93,14 +93,14 @@ def weight_bytes(
 def most_adapter_bytes(
     lora: LoraConfig | None, model: ModelConfig, dtype: torch.dtype
 ) -> int | None:
-    """Of as many adapters of as high a rank as may be loaded; None where none may."""
+    """Returns those of as many adapters of as high a rank as may be loaded; None where none may."""
     if lora is None:
         return None
     return lora.max_loras * max_adapter_bytes(model, lora.max_rank, dtype.itemsize)
 
 
 def reading(num_bytes: int, dtype: torch.dtype) -> str:
-    """What the log says before so many bytes of weights are read."""
+    """Returns the line of the log before so many bytes of weights are read."""
     return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {dtype_name(dtype)}"
 
 

@@ -176,7 +176,7 @@ class EngineLoop:
         self._send(Refused(request_id, str(error), late))
 
     def _release_ended(self, outputs: Iterable[RequestOutput]) -> None:
-        """What was prepared for requests that end with these outputs may go."""
+        """Releases what was prepared for requests that end with these outputs."""
         for output in outputs:
             if output.finish and not self._scheduler.is_open(output.request_id):
                 self._preparing.pop(output.request_id, None)

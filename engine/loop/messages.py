@@ -171,7 +171,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def device_s(self) -> float:
-        """Of wait_s, without what a stage waited for others."""
+        """The part of wait_s in which a stage did not wait for others."""
         return self.wait_s if self.computed_s is None else self.computed_s
 
 

@@ -1,1 +1,1 @@
-"""What a model needs of devices that are not there: arithmetic alone."""
+"""Arithmetic tells what a model needs of devices that are not there."""

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     print(table([sizing], [options.model.name], options.context), end="")
     max_len = sizing.model.max_model_len
     if sizing.model.experts is not None:
-        print(_of_experts(sizing))
+        print(_experts_line(sizing))
     if lora is not None:
         print(
             f"{lora.max_loras} LoRA adapters of rank {lora.max_rank}: "
@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_experts(sizing: Sizing) -> str:
-    """What batching costs a mixture that it does not cost a dense model."""
+def _experts_line(sizing: Sizing) -> str:
+    """Tells what batching costs a mixture that it does not cost a dense model."""
     read = ", ".join(
         f"{(sizing.step_weight_bytes + sizing.routed_bytes(num)) / GB:.1f} GB with {num}"
         for num in (1, 4, 16, 64)

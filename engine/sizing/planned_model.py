@@ -5,16 +5,19 @@ layer together, bytes, operations and memory are those of one, as a rank 0 that 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
-from penstock.engine.loading.description import describe
+from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
 from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits
-from penstock.engine.memory.pool.kv_pool import size_pool
+from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.ranks.layout import RankLayout
-from penstock.engine.sizing.sizing import GB, Sizing
+from penstock.engine.sizing.sizing import GB, Machine, Sizing
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -23,7 +26,7 @@ from penstock.scheduler.step_model.analytic import Exchange, analytic_model
 from penstock.scheduler.step_model.model import StepModel
 
 _BLOCK_SIZE = 64
-# Of GPUs in one machine. Over a network, two sums a layer take longer than the layer.
+# Numbers of GPUs in one machine. Over a network, two sums a layer take longer than the layer.
 MACHINE_SIZES = (1, 2, 4, 8)
 
 
@@ -46,30 +49,22 @@ def planned_model(
 
     Raises InvalidConfig where the device is unknown, the model does not fit on so many or cannot be
     split over them."""
-    whole = sizing.model
-    rank = sizing.of_rank(tensor_parallel_size)
+    rank = sizing.on_rank(tensor_parallel_size)
     model, machine = rank.model, rank.machine
-    bandwidth, flops = peak_bandwidth(machine.name), peak_flops(machine.name, sizing.dtype)
-    if bandwidth is None or flops is None:
-        raise InvalidConfig(
-            f"configs/hardware.toml has no peaks of --device {machine.name} in "
-            f"{str(sizing.dtype).removeprefix('torch.')}; add the device there, or use a file of "
-            "penstock calibrate"
-        )
+    bandwidth, flops = _peaks(machine, sizing.dtype)
     exchange = _exchange(sizing, tensor_parallel_size)
     block_size = block_size or _BLOCK_SIZE
     longest = min(max_model_len or model.max_model_len, model.max_model_len)
-    layout = model.kv_layout(longest)
     room = _Room(longest, block_size, kv_cache_memory_bytes)
     pools, budget = room.pools(rank), room.budget(rank)
+    what_would_fit = partial(_what_would_fit, sizing, tensor_parallel_size, room)
     if not longest_that_fits(pools, budget, longest):
         raise InvalidConfig(
             f"the weights take {rank.weight_bytes / GB:.1f} GB"
             + (" of each rank" if tensor_parallel_size > 1 else "")
             + ", which leaves no room for keys and values in the "
-            f"{machine.memory_bytes / GB:.0f} GB of --device {machine.name}; "
-            + _what_would_fit(sizing, tensor_parallel_size, room)
-            + "raise --memory-gb, or take a smaller model or another device"
+            f"{machine.memory_bytes / GB:.0f} GB of --device {machine.name}; {what_would_fit()}"
+            "raise --memory-gb, or take a smaller model or another device"
         )
     size = size_pool(
         pools,
@@ -79,28 +74,10 @@ def planned_model(
         max_len=longest,
         may_shorten=max_model_len is None,
         advice=lambda needed: (
-            f"it needs {needed} bytes of keys and values; "
-            + _what_would_fit(sizing, tensor_parallel_size, room)
-            + "raise --memory-gb"
+            f"it needs {needed} bytes of keys and values; {what_would_fit()}raise --memory-gb"
         ),
     )
-    kv_type = kv_dtype(sizing.kv_cache_dtype, sizing.dtype)
-    info = describe(
-        model,
-        sizing.dtype,
-        machine.name,
-        size,
-        block_size,
-        None,
-        {},
-        weight_bytes=rank.step_weight_bytes,
-        expert_bytes=rank.expert_bytes,
-        kv_dtype=kv_type,
-        layout=layout,
-        whole=whole,
-        ranks=RankLayout(tensor_parallel_size),
-    )
-    graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
+    info = _info(sizing, rank, size, room, RankLayout(tensor_parallel_size), scheduler)
     step_model = analytic_model(
         bandwidth=bandwidth,
         flops=flops,
@@ -109,7 +86,46 @@ def planned_model(
         num_layers=model.num_layers,
         exchange=exchange,
     )
-    return PlannedModel(replace(info, runs_ahead=True, graph_sizes=graph_sizes), step_model)
+    return PlannedModel(info, step_model)
+
+
+def _peaks(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes and operations per second. Raises InvalidConfig where they are not known."""
+    bandwidth, flops = peak_bandwidth(machine.name), peak_flops(machine.name, dtype)
+    if bandwidth is None or flops is None:
+        raise InvalidConfig(
+            f"configs/hardware.toml has no peaks of --device {machine.name} in "
+            f"{dtype_name(dtype)}; add the device there, or use a file of penstock calibrate"
+        )
+    return bandwidth, flops
+
+
+def _info(
+    sizing: Sizing,
+    rank: Sizing,
+    size: PoolSize,
+    room: "_Room",
+    ranks: RankLayout,
+    scheduler: SchedulerConfig,
+) -> ModelInfo:
+    """sizing: of the whole model."""
+    info = describe(
+        rank.model,
+        sizing.dtype,
+        rank.machine.name,
+        size,
+        room.block_size,
+        None,
+        {},
+        weight_bytes=rank.step_weight_bytes,
+        expert_bytes=rank.expert_bytes,
+        kv_dtype=kv_dtype(sizing.kv_cache_dtype, sizing.dtype),
+        layout=rank.model.kv_layout(room.longest),
+        whole=sizing.model,
+        ranks=ranks,
+    )
+    graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
+    return replace(info, runs_ahead=True, graph_sizes=graph_sizes)
 
 
 def _exchange(sizing: Sizing, num_ranks: int) -> Exchange | None:
@@ -161,7 +177,7 @@ def _what_would_fit(sizing: Sizing, num_ranks: int, room: _Room) -> str:
         if size <= num_ranks:
             continue
         try:
-            rank = sizing.of_rank(size)
+            rank = sizing.on_rank(size)
         except InvalidConfig:
             continue
         if room.is_enough(rank):

@@ -65,9 +65,9 @@ class Sizing:
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     lora: LoraConfig | None = None
 
-    def of_rank(self, num_ranks: int) -> "Sizing":
-        """Of what one of so many ranks has on its device (tensor parallelism). Raises InvalidConfig
-        for a model that cannot be split so."""
+    def on_rank(self, num_ranks: int) -> "Sizing":
+        """Returns the sizing of one of so many ranks on its device (tensor parallelism). Raises
+        InvalidConfig for a model that cannot be split so."""
         if num_ranks == 1:
             return self
         other_bytes = self.machine.other_bytes + RANK_BYTES
@@ -79,7 +79,7 @@ class Sizing:
 
     @property
     def adapter_bytes(self) -> int:
-        """Of the slots that adapters are loaded into."""
+        """The bytes of the slots that adapters are loaded into."""
         if self.lora is None:
             return 0
         each = max_adapter_bytes(self.model, self.lora.max_rank, self.dtype.itemsize)
@@ -94,7 +94,7 @@ class Sizing:
 
     @property
     def step_weight_bytes(self) -> int:
-        """What every step reads of them."""
+        """The bytes of weights that every step reads."""
         plan = self._plan
         if plan:
             return plan.step_weight_bytes
@@ -102,14 +102,14 @@ class Sizing:
 
     @property
     def expert_bytes(self) -> int:
-        """Of all experts of a mixture."""
+        """The bytes of all experts of a mixture."""
         plan = self._plan
         if plan:
             return plan.expert_bytes
         return self.model.expert_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     def routed_bytes(self, num_tokens: int) -> int:
-        """Of the experts that so many tokens are routed to, if all are equally likely."""
+        """Counts the experts that so many tokens are routed to, if all are equally likely."""
         experts = self.model.routed(self.expert_bytes)
         if experts is None:
             return 0
@@ -130,14 +130,14 @@ class Sizing:
 
     @property
     def kv_bytes(self) -> int:
-        """What is left for keys and values. 0 if the rest alone does not fit."""
+        """The bytes that are left for keys and values. 0 if the rest alone does not fit."""
         machine = self.machine
         share = int(machine.memory_bytes * machine.utilization)
         return max(0, share - self.weight_bytes - self.adapter_bytes - machine.other_bytes)
 
     @property
     def kv_tokens(self) -> int:
-        """What the KV cache holds, of sequences of the model's longest length."""
+        """The tokens that the KV cache holds, of sequences of the model's longest length."""
         if self._is_uniform:
             return self.kv_bytes // self.token_bytes
         longest = self.model.max_model_len
@@ -157,8 +157,8 @@ class Sizing:
         max_model_len: int | None = None,
         scheduler: SchedulerConfig = _SCHEDULER,
     ) -> list[int]:
-        """Of each pool of keys and values, as a server divides the memory. Zeros where one sequence
-        of max_model_len does not fit."""
+        """Returns the blocks of each pool of keys and values, as a server divides the memory; zeros
+        where one sequence of max_model_len does not fit."""
         pools, budget = self._pools, self.kv_bytes if kv_bytes is None else kv_bytes
         longest = max_model_len or self.model.max_model_len
         longest = min(longest, longest_that_fits(pools, budget, longest))
@@ -173,7 +173,7 @@ class Sizing:
         )
 
     def bytes_of_one(self, context: int) -> int:
-        """Of keys and values, that a sequence of so many tokens needs at once."""
+        """Returns those of keys and values that a sequence of so many tokens needs at once."""
         return bytes_needed(self._pools, context)
 
     @property
@@ -222,8 +222,8 @@ class Sizing:
         return (weights + num_sequences * self.read_bytes(context)) / bandwidth
 
     def slot_bytes(self, max_model_len: int) -> int:
-        """What each of `--max-num-seqs` takes on the device: its rows of the token and block
-        tables, and one row of logits in float32."""
+        """Returns what each of `--max-num-seqs` takes on the device: its rows of the token and the
+        block tables, and one row of logits in float32."""
         blocks = len(self._pools) * -(-max_model_len // _BLOCK_SIZE)
         return 4 * (max_model_len + 1 + blocks + 1 + self.model.vocab_size)
 

@@ -1,1 +1,1 @@
-"""What a step reads and gives, and how executors take it."""
+"""The input and the result of a step, and how executors take it."""

@@ -102,7 +102,7 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """What turns a layer's projection into queries, keys and values.
+    """It turns a layer's projection into queries, keys and values.
 
     cos, sin: (max_positions, head_dim / 2) float32, of which one row may stand for all. query_norm,
     key_norm: (head_dim,), or None. query_factors: (max_positions,) float32, what queries are

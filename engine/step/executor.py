@@ -51,7 +51,7 @@ class Executor(Protocol):
 
     @property
     def journals(self) -> Sequence[BlockJournal]:
-        """Of the blocks of each group of layers, where they outlive this process; else none."""
+        """Those of each group's blocks, where these outlive this process; else none."""
         ...
 
     @property

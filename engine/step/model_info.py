@@ -27,7 +27,7 @@ class AttentionGroup:
 
     @property
     def held_bytes(self) -> int:
-        """Of one position, in memory."""
+        """The bytes of one position in memory."""
         held = self.held_bytes_per_token
         return self.kv_bytes_per_token if held is None else held
 
@@ -90,7 +90,7 @@ class LoadedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the rest of the program knows of the model that an executor runs.
+    """All that the rest of the program knows of the model that an executor runs.
 
     weight_bytes: read once by every step that computes anything: all weights but routed experts and
     the rows of the input embedding that are not gathered. experts: None for a dense model.
@@ -168,7 +168,7 @@ class ModelInfo:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the attention groups, in their order: what `work_of` is to count for."""
+        """Those of the attention groups, in their order, for which `work_of` counts."""
         return tuple(group.window for group in self.attention)
 
     @property
@@ -201,7 +201,7 @@ class ModelInfo:
         )
 
     def amounts(self, work: StepWork) -> Amounts:
-        """What a step model takes the step's time from."""
+        """Returns the amounts from which a step model predicts the step's time."""
         flops = 0
         all_bytes = 2 * self.state_bytes * work.num_sequences
         decode_bytes = 2 * self.state_bytes * (work.num_sequences - work.num_chunks)
@@ -222,7 +222,7 @@ class ModelInfo:
         )
 
     def _weight_bytes(self, work: StepWork) -> int:
-        """Of the weights that the step uses."""
+        """Counts the weights that the step uses."""
         num_bytes = self.weight_bytes + work.adapter_bytes
         if self.experts is None:
             return num_bytes

@@ -22,7 +22,7 @@ class _CalibratedModel(msgspec.Struct):
 
 
 class _CalibrationFile(msgspec.Struct):
-    """Of a file of penstock calibrate, what is used here."""
+    """The part of a file of penstock calibrate that is used here."""
 
     model: _CalibratedModel
     step_model: StepModel

@@ -31,7 +31,7 @@ class TileMemory:
         )
 
     def write(self, runs: Sequence[AdapterRun], size: int) -> None:
-        """Of a step that is padded to `size` tokens."""
+        """Writes those of a step that is padded to `size` tokens."""
         values = _values(runs, size, most_tiles(size, self._num_slots))
         self._memory[: len(values)].copy_(self._tables.upload(values))
 
@@ -43,7 +43,7 @@ class TileMemory:
 def tiles_of(
     runs: Sequence[AdapterRun], num_tokens: int, num_slots: int, tables: DeviceTables
 ) -> AdapterTiles | None:
-    """Of a step that is launched kernel by kernel; None where no token has an adapter."""
+    """Makes those of a step that is launched kernel by kernel; None where it has no adapters."""
     if not runs:
         return None
     num_tiles = most_tiles(num_tokens, num_slots)
@@ -51,15 +51,15 @@ def tiles_of(
 
 
 def _values(runs: Sequence[AdapterRun], num_tokens: int, num_tiles: int) -> list[int]:
-    """What `_split` splits."""
-    of_slot: dict[int, list[range]] = {}
+    """Returns the numbers that `_split` splits."""
+    by_slot: dict[int, list[range]] = {}
     for run in runs:
         tokens = range(run.first_token, run.first_token + run.num_tokens)
-        of_slot.setdefault(run.weights, []).append(tokens)
+        by_slot.setdefault(run.weights, []).append(tokens)
     rows = tile_rows(num_tokens)
     order: list[int] = []
     tiles: list[tuple[int, int, int]] = []
-    for slot, ranges in of_slot.items():
+    for slot, ranges in by_slot.items():
         first = len(order)
         for tokens in ranges:
             order.extend(tokens)

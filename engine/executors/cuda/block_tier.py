@@ -1,4 +1,4 @@
-"""What `--kv-offload-gb` and `--kv-offload-dir` are on a GPU: the host's memory, then a disk."""
+"""The tiers of `--kv-offload-gb` and `--kv-offload-dir` on a GPU: host memory, then a disk."""
 
 import logging
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class GpuOffload:
         self._block_bytes = [pool.block_bytes for pool in pools]
         self._staging = min(STAGING_BYTES, num_slots * sum(self._block_bytes))
         self.staging_bytes = 2 * max(self._staging, *self._block_bytes)
-        """Of the GPU's memory."""
+        """How much of the GPU's memory it takes."""
 
     @classmethod
     def of(

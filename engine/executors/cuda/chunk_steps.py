@@ -159,8 +159,8 @@ class ChunkSteps:
         return self._states(step, starts, offsets, max(batch.num_tokens)), slots, step.context_lens
 
     def _states(self, step: DeviceStep, starts: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """Of all tokens. starts, offsets: of each row, in its sequence and among the tokens.
-        longest: tokens that a row may have."""
+        """Computes those of all tokens. starts, offsets: of each row, in its sequence and among the
+        tokens. longest: tokens that a row may have."""
         tables = self._tables
         for each in step.of_groups:
             gather_chunks(

@@ -72,7 +72,7 @@ class CudaGpu:
         torch.cuda.empty_cache()
 
     def bandwidth(self) -> float | None:
-        """Of bytes that are read and written."""
+        """Counts the bytes that are read and written."""
         free = self.total_bytes - self.used_bytes()
         bandwidth = copy_bandwidth(self.device, min(_LARGEST_PROBE_BYTES, free // 4))
         self.release()

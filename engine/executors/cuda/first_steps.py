@@ -75,7 +75,7 @@ def largest_step(
 def _prompts(
     counts: list[int], block_size: int, num_groups: int, sampling: SamplingParams
 ) -> ScheduledBatch:
-    """Of so many tokens each, all in block 0."""
+    """Makes a batch of prompts of so many tokens each, all in block 0."""
     assignments = tuple(
         _assignment(slot, count, ((0,) * -(-count // block_size),) * num_groups, sampling)
         for slot, count in enumerate(counts)

@@ -27,7 +27,7 @@ from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.memory.tiers.host_pieces import HostPieces
 from penstock.engine.memory.tiers.host_tier import Move
 
-# Of each direction: some milliseconds of a fast link, so that launches do not count.
+# For each direction: some milliseconds of a fast link, so that launches do not count.
 STAGING_BYTES = 128 * 2**20
 _MEASURED_TWICE = 2
 
@@ -186,7 +186,7 @@ class PoolMover:
     def _runs(
         self, group: int, moves: Sequence[Move], staged: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of slots that are next to each other, with their rows of the staging buffer."""
+        """Groups slots that are next to each other, with their rows of the staging buffer."""
         assert self._pieces
         runs = self._pieces.runs(group, [move.slot for move in moves])
         rows = torch.split(staged, [len(run) for run in runs])
@@ -204,7 +204,7 @@ def piece_bytes(pool: KVPool) -> int:
 
 
 def words_of(pool: KVPool) -> list[Tensor]:
-    """Of each tensor of a pool: (layers, blocks, n) int32, of the same memory."""
+    """Returns a view of each tensor of a pool: (layers, blocks, n) int32, of the same memory."""
     return [tensor.flatten(2).view(torch.int32) for pair in pool.pairs() for tensor in pair]
 
 

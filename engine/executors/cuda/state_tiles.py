@@ -22,7 +22,7 @@ from penstock.scheduler.types import ScheduledBatch
 
 # Numbers in each row of the lists, and before them: two, and two for the rows' alignment.
 _COLUMNS, _COUNTS = 4, 4
-# Of one chunk: where its prompt parts from another's, and where it ends.
+# A chunk has two: where its prompt parts from another's, and where it ends.
 _MOST_SNAPSHOTS = 2
 
 
@@ -51,7 +51,7 @@ class StateTileMemory:
         self._memory[: len(values)].copy_(self._tables.upload(values))
 
     def read(self, size: int) -> StateTiles:
-        """Of a step that is padded to `size` tokens, in memory that does not move."""
+        """Returns those of a step that is padded to `size` tokens, in memory that does not move."""
         return _split(self._memory, self._max_rows, self._capacity(size))
 
     def _capacity(self, size: int) -> int:
@@ -63,7 +63,7 @@ class StateTileMemory:
 def tiles_of(
     batch: ScheduledBatch, query_starts: Sequence[int], tables: DeviceTables
 ) -> StateTiles:
-    """Of a step that is launched kernel by kernel."""
+    """Makes those of a step that is launched kernel by kernel."""
     lists = _lists(batch, query_starts)
     num_chunks = len(lists.chunks)
     return _split(tables.upload(_values(lists, num_chunks)), num_chunks, len(lists.tiles))
@@ -79,7 +79,7 @@ class DeviceStates:
         self._group = group
 
     def copy(self, batch: ScheduledBatch) -> None:
-        """What the step's sequences begin with.
+        """Copies the states that the step's sequences begin with.
 
         A state that is copied may be another sequence's own by the end of the list, never before:
         so in their order, as many at a time as do not depend on each other.
@@ -132,7 +132,7 @@ def _lists(batch: ScheduledBatch, query_starts: Sequence[int]) -> _Lists:
 
 
 def _values(lists: _Lists, num_chunks: int) -> list[int]:
-    """What `_split` splits. num_chunks: that there is room for."""
+    """Returns the numbers that `_split` splits. num_chunks: that there is room for."""
     absent = num_chunks - len(lists.chunks)
     counts = len(lists.chunks), len(lists.tiles), 0, 0
     return [

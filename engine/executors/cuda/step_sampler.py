@@ -110,7 +110,8 @@ class StepSampler:
     def logprobs(
         self, logits: Tensor, slots: list[int], ids: Tensor
     ) -> list[TokenLogprobs | None] | None:
-        """Of the rows that want them; None, without waiting for the device, where none does."""
+        """Returns those of the rows that want them; where none does None, without waiting for the
+        device."""
         if self._with_logprobs.isdisjoint(slots):
             return None
         return self._eager.logprobs(logits, slots, ids.long())

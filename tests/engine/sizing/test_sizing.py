@@ -219,7 +219,7 @@ LLAMA_70B = changed(
 
 
 def test_a_rank_has_its_share_of_the_weights_and_all_norms() -> None:
-    rank = Sizing(LLAMA_70B, H100).of_rank(4)
+    rank = Sizing(LLAMA_70B, H100).on_rank(4)
     attention = 8_192 * (2 * 64 + 2 * 8) * 128 // 4
     of_layer = attention + 3 * 8_192 * 28_672 // 4 + 2 * 8_192
     tables = 2 * 128_256 // 4 * 8_192
@@ -231,7 +231,7 @@ def test_a_rank_has_its_share_of_the_weights_and_all_norms() -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_no_more_ranks_have_more_each_and_together_they_have_all(size: int) -> None:
     whole = Sizing(LLAMA_70B, H100)
-    half, rank = whole.of_rank(size // 2), whole.of_rank(size)
+    half, rank = whole.on_rank(size // 2), whole.on_rank(size)
     assert whole.weight_bytes / size <= rank.weight_bytes < half.weight_bytes
     assert whole.token_bytes == size * rank.token_bytes
     assert rank.kv_tokens >= half.kv_tokens
@@ -247,7 +247,7 @@ def test_a_rank_has_its_share_of_quantized_weights(tmp_path: Path) -> None:
     stored = Sizing(ModelConfig.from_dir(tmp_path), H100)
     rounded = Sizing(LLAMA_70B, H100, quantization=Quantization.INT8)
     for whole in (stored, rounded):
-        rank = whole.of_rank(2)
+        rank = whole.on_rank(2)
         norms = 161 * 8_192 * 2
         assert 2 * rank.weight_bytes - whole.weight_bytes == norms
         assert 2 * rank.step_weight_bytes - whole.step_weight_bytes == norms
@@ -258,7 +258,7 @@ def test_a_rank_has_its_share_of_quantized_weights(tmp_path: Path) -> None:
 def test_ranks_beyond_the_heads_of_keys_and_values_hold_them_again() -> None:
     """Of 8 heads, 16 ranks have one each."""
     whole = Sizing(LLAMA_70B, H100)
-    assert whole.of_rank(16).token_bytes == whole.of_rank(8).token_bytes
+    assert whole.on_rank(16).token_bytes == whole.on_rank(8).token_bytes
 
 
 def test_what_does_not_fit_is_told_with_how_many_ranks_it_would() -> None:
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_told_with_how_many_ranks_it_would() -> None:
     assert (fitting.tensor_parallel_size, fitting.pipeline_parallel_size) == (4, 1)
     assert (fitting.vocab_size, fitting.num_parameters) == (128_256, LLAMA_70B.num_parameters)
     held = fitting.num_blocks * fitting.block_size * fitting.kv_bytes_per_token
-    assert 0.9 * 80 * GB - held > Sizing(LLAMA_70B, H100).of_rank(4).weight_bytes
+    assert 0.9 * 80 * GB - held > Sizing(LLAMA_70B, H100).on_rank(4).weight_bytes
 
 
 def test_ranks_are_no_advice_where_they_would_not_help() -> None:
