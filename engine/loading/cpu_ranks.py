@@ -4,10 +4,11 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.executors.first_rank import FirstRank
+from penstock.engine.executors.first_rank import FirstRank, Own, causes
 from penstock.engine.executors.followers import Followers, Start, Step
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.cpu import load_on_cpu
@@ -18,13 +19,15 @@ from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage, num_passed
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.process.phases import Phases
-from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.ranks.link import LinkSize
 from penstock.engine.ranks.membership import Membership, membership_bytes
 from penstock.engine.ranks.shared_memory import shared_memory
 from penstock.engine.step.executor import AdapterStore
 from penstock.scheduler.errors import InvalidConfig
+
+if TYPE_CHECKING:  # which torch.distributed loads
+    from penstock.engine.ranks.torch_ranks import TorchRanks
 
 # To read weights takes what the disk needs, and may have to wait for a compiler.
 START_TIMEOUT_S = 3600.0
@@ -49,18 +52,37 @@ def build_parallel_executor(
         membership = join(config, memory, 0)
         os.close(memory)
         followers.on_end(membership.end)
-    followers.is_waiting = True
-    try:
-        place = Place.on_cpu(membership, layout, pools)
+    place = Place.on_cpu(membership, layout, pools)
+
+    def load() -> CpuExecutor:
         executor = CpuExecutor(load_on_cpu(config, Path(config.model), phases, place))
         for pool in pools:
             os.close(pool)
-        membership.everyone.barrier()
-    except RankFailed as error:
-        raise followers.explained(error) from error
-    followers.is_waiting = False
-    membership.wait_at_most(wait_limit_s(config))
-    return FirstRank(executor, followers)
+        return executor
+
+    return first_rank(config, followers, membership, load)
+
+
+def first_rank(
+    config: EngineConfig,
+    followers: Followers,
+    ranks: "Membership | TorchRanks",
+    load: Callable[[], Own],
+) -> FirstRank[Own]:
+    """Loads rank 0's part while the others load theirs. Raises PenstockError."""
+    followers.is_waiting = True
+    try:
+        with causes(followers):
+            executor = load()
+            ranks.everyone.barrier()
+        followers.is_waiting = False
+        ranks.wait_at_most(wait_limit_s(config))
+        return FirstRank(executor, followers, ranks.close)
+    except BaseException:
+        followers.on_end(lambda _: None)
+        ranks.close()
+        followers.close()
+        raise
 
 
 def follow_on_cpu(start: Start) -> tuple[Callable[[Step], None], AdapterStore | None]:

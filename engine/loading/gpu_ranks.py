@@ -19,7 +19,13 @@ from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.launched_step import LaunchedStep
 from penstock.engine.executors.first_rank import FirstRank, causes
 from penstock.engine.executors.followers import Followers, Start, Step
-from penstock.engine.loading.cpu_ranks import START_TIMEOUT_S, flags_of, layout_of, wait_limit_s
+from penstock.engine.loading.cpu_ranks import (
+    START_TIMEOUT_S,
+    first_rank,
+    flags_of,
+    layout_of,
+    wait_limit_s,
+)
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory.tiers.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
@@ -57,19 +63,9 @@ def build_cuda_ranks(
         followers.begin(config, store, board)
         with causes(followers):
             ranks = _connected(0, layout, store, board, followers)
-    try:
-        followers.is_waiting = True
-        with causes(followers):
-            executor = load_on_gpu(config, model_dir, _gpu_of(0), phases, ranks)
-            ranks.everyone.barrier()
-        followers.is_waiting = False
-        ranks.timeout_s = wait_limit_s(config)
-        return FirstRank(executor, followers, ranks.close)
-    except BaseException:
-        followers.on_end(lambda _: None)
-        ranks.close()
-        followers.close()
-        raise
+    return first_rank(
+        config, followers, ranks, lambda: load_on_gpu(config, model_dir, _gpu_of(0), phases, ranks)
+    )
 
 
 def follow_on_gpu(
@@ -83,7 +79,7 @@ def follow_on_gpu(
     ranks = _connected(start.rank, layout_of(config), start.store, start.board)
     executor = load_on_gpu(config, Path(config.model), gpu, ranks=ranks)
     ranks.everyone.barrier()
-    ranks.timeout_s = wait_limit_s(config)
+    ranks.wait_at_most(wait_limit_s(config))
     launched: queue.SimpleQueue[LaunchedStep] = queue.SimpleQueue()
 
     def watch() -> None:
@@ -165,7 +161,7 @@ def _connected(
         followers.on_end(partial(_end, None, followers))  # to connect cannot be interrupted
     device = _gpu_of(rank).device
     ranks = TorchRanks(rendezvous, rank, device, Board(board), layout, alone=alone)
-    ranks.timeout_s = START_TIMEOUT_S
+    ranks.wait_at_most(START_TIMEOUT_S)
     if followers is not None:
         followers.on_end(partial(_end, ranks, followers))
     return ranks

@@ -61,6 +61,9 @@ class Membership:
         for link in self._links:
             link.end()
 
+    def close(self) -> None:
+        """Its memory goes with the process."""
+
     @property
     def _groups(self) -> list[SharedMemoryGroup]:
         return [group for group in (self.everyone, self.tensor) if group is not None]

@@ -85,17 +85,12 @@ class TorchRanks:
         if layout.num_stages > 1:
             self.tensor, self.pipeline = self._join_stage()
 
-    @property
-    def timeout_s(self) -> float:
-        """For how long this rank waits for the others."""
-        return self._peers.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._peers.timeout_s = seconds
+    def wait_at_most(self, timeout_s: float) -> None:
+        """From now on, for another rank."""
+        self._peers.timeout_s = timeout_s
         if not self._by_nccl:  # whose watchdog would end the process
             for group in self._groups:
-                limit = timedelta(seconds=seconds)
+                limit = timedelta(seconds=timeout_s)
                 dist.distributed_c10d._set_pg_timeout(limit, group.process_group)
 
     def at(self, step: int, phase: str) -> None:

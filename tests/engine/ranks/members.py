@@ -74,7 +74,7 @@ def main() -> None:
         rendezvous, board = Rendezvous(int(memory[0]), int(size)), Board(int(memory[1]))
         layout, cpu = RankLayout(int(size // num_stages), int(num_stages)), torch.device("cpu")
         given = TorchRanks(rendezvous, int(rank), cpu, board, layout, alone=False)
-        given.timeout_s = timeout_s
+        given.wait_at_most(timeout_s)
     made = getattr(importlib.import_module(module), function)(given)
     sys.stdout.write(msgspec.json.encode(made).decode())
 

@@ -118,7 +118,7 @@ def add_until_rank_1_waits(ranks: TorchRanks) -> list[object]:
     """What rank 0 has of `least`, then the error of a rank that does not come, then of its end."""
     found: list[object] = [ranks.least([3 + ranks.rank, 9 - ranks.rank])]
     ranks.everyone.barrier()
-    ranks.timeout_s = 1.0
+    ranks.wait_at_most(1.0)
     if ranks.rank == 1:
         ranks.at(7, "launching")
         time.sleep(120)

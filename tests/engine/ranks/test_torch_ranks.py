@@ -71,7 +71,7 @@ def wait_for_a_stage_that_hangs(ranks: TorchRanks) -> str | None:
     pipeline.allocate(4, 2, torch.float32, torch.device("cpu"))
     ranks.at(7 if ranks.rank else 8, "launching")
     ranks.everyone.barrier()
-    ranks.timeout_s = 1.0
+    ranks.wait_at_most(1.0)
     if ranks.rank:
         time.sleep(120)
     try:
