@@ -14,11 +14,11 @@ import pytest
 
 from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.executors import cpu
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
 from penstock.engine.ipc.supervisor import EndCause
+from penstock.engine.loading import cpu
 from penstock.engine.loading.cpu_ranks import build_parallel_executor, layout_of
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.projections import max_adapter_bytes

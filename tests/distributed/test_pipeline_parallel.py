@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import EngineFailed
-from penstock.engine.executors import cpu
 from penstock.engine.ipc.supervisor import EndCause
+from penstock.engine.loading import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
 from tests.support.rank_processes import (
     REQUESTS,

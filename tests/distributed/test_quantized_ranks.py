@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig, Quantization
-from penstock.engine.executors import cpu
+from penstock.engine.loading import cpu
 from penstock.engine.models.at_load.quantize import quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard

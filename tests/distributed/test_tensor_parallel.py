@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.executors import cpu
+from penstock.engine.loading import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
 from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, make_model, save
 
