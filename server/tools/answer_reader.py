@@ -8,13 +8,8 @@ from penstock.server.output.parts import AnswerReader, Part, TextPart
 from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState, make_splitter
 from penstock.server.structured.grammar import Calls, Content
 from penstock.server.tools.custom_input import CustomInputs
-from penstock.server.tools.parsers import (
-    JsonParser,
-    NamedCallParser,
-    ToolFormat,
-    ToolParser,
-    make_tool_parser,
-)
+from penstock.server.tools.parsers import ToolFormat, ToolParser
+from penstock.server.tools.parsers.json_calls import JsonParser, NamedCallParser
 from penstock.server.tools.rules import CallRules
 
 
@@ -108,4 +103,4 @@ def _call_parser(
     # From the parameters as the client sent them parsers take the types of values.
     schemas = {function.name: function.parameters or {} for function in functions}
     max_calls = None if is_native or rules.is_parallel else 1
-    return partial(make_tool_parser, form, frozenset(schemas), schemas=schemas, max_calls=max_calls)
+    return partial(form.parser, frozenset(schemas), schemas=schemas, max_calls=max_calls)

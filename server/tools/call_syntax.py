@@ -22,7 +22,7 @@ from penstock.server.structured.grammar import (
 )
 from penstock.server.structured.limits import check_schema
 from penstock.server.tools.parsers import ToolFormat
-from penstock.server.tools.parsers import deepseek as ds
+from penstock.server.tools.parsers import header_calls as ds
 from penstock.server.tools.parsers.schema_values import properties_of, types_of
 from penstock.server.tools.rules import CallRules, Function
 

@@ -7,7 +7,7 @@ from penstock.server.output.reasoning import MARKUP as REASONING_MARKUP
 from penstock.server.output.reasoning import ReasoningFormat, format_of_template
 from penstock.server.tools.parsers import MARKUP as CALL_MARKUP
 from penstock.server.tools.parsers import ToolFormat
-from penstock.server.tools.parsers.deepseek import CALLS_BEGIN
+from penstock.server.tools.parsers.header_calls import CALLS_BEGIN
 
 # The value of the parser flags that switches a parser off.
 NO_PARSER = "none"

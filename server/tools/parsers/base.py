@@ -1,5 +1,6 @@
 """What all parsers of calls share: plain text, markers, and the parts that they emit."""
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -14,6 +15,11 @@ MAX_NAME_CHARS = 256
 _MAY_BEGIN_MARKUP = re.compile(r"[<\[{\n]")
 
 
+def escaped(text: str) -> str:
+    """As it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
@@ -25,7 +31,12 @@ class ToolParser:
     brackets) counts as a call only if it names one of them. schemas: of their arguments, for
     formats that write values without quotes, where only the schema distinguishes 5 from "5".
     max_calls: once this many are complete, `is_over` is true and further text is ignored.
+
+    _BEGINS: markers of which one precedes calls. _ENDS: those that are dropped after a call.
     """
+
+    _BEGINS: tuple[str, ...] = ()
+    _ENDS: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -68,7 +79,7 @@ class ToolParser:
         return text[start : found.start() if found else len(text)]
 
     def _on_plain_run(self, plain: str) -> None:
-        """For parsers that track the line: text that did not pass character by character."""
+        """Text that did not pass character by character, for `LineParser`."""
 
     def end(self) -> list[Part]:
         """The answer has ended: text held back is plain."""
@@ -80,6 +91,18 @@ class ToolParser:
         return self._take()
 
     def _in_text(self, char: str) -> None:
+        if self._begin_marker(char):
+            self._state = self._after_marker
+
+    def _begin_marker(self, char: str) -> str | None:
+        """The marker before calls that `char` completes, if any; it is held."""
+        marker = self._match(char, self._BEGINS + self._ENDS * bool(self.num_calls))
+        if marker not in self._BEGINS:
+            return None
+        self._held = marker or ""
+        return marker
+
+    def _after_marker(self, char: str) -> None:
         raise NotImplementedError
 
     def _take(self) -> list[Part]:
@@ -140,3 +163,36 @@ class ToolParser:
         self._state = then
         self._num_done += 1
         self.is_over = self._num_done == self._max_calls
+
+
+class LineParser(ToolParser):
+    """The base of those whose calls may also begin a line, with one of _OPENERS."""
+
+    _OPENERS: str
+    _is_line_start = True
+
+    def _begin(self, char: str) -> None:
+        raise NotImplementedError
+
+    def _in_text(self, char: str) -> None:
+        if char in self._OPENERS and self._is_line_start and not self._held:
+            self._begin(char)
+            return
+        self._is_line_start = char == "\n" or (self._is_line_start and char in WHITESPACE)
+        super()._in_text(char)
+
+    def _after_marker(self, char: str) -> None:
+        if char in WHITESPACE:
+            self._held += char
+        elif char in self._OPENERS:
+            self._begin(char)
+        else:
+            self._reject(char)
+
+    def _on_plain_run(self, plain: str) -> None:
+        if plain.strip(WHITESPACE):
+            self._is_line_start = False
+
+    def _reject(self, char: str) -> None:
+        self._is_line_start = self._held.rstrip(" \t").endswith("\n")
+        super()._reject(char)

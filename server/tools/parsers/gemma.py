@@ -9,36 +9,28 @@ import re
 from typing import Any
 
 from penstock.server.output.json_scanner import WHITESPACE
-from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser
+from penstock.server.tools.parsers.base import MAX_NAME_CHARS, escaped
+from penstock.server.tools.parsers.header_calls import HeaderCalls
 
 QUOTE = '<|"|>'
 BEGIN, END = "<|tool_call>", "<tool_call|>"
 GEMMA_MARKUP = (BEGIN, END, QUOTE)
-_HEADER = re.compile(r"\s*call:\s*(?P<name>[\w.-]+)\s*")
 _CLOSING = {"{": "}", "[": "]"}
 # As its template writes them, and as models trained on Python do.
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
 
 
-class GemmaParser(ToolParser):
+class GemmaParser(HeaderCalls):
     """See above."""
 
-    def _in_text(self, char: str) -> None:
-        if self._match(char, (BEGIN, END) if self.num_calls else (BEGIN,)) == BEGIN:
-            self._held, self._header = BEGIN, ""
-            self._state = self._in_header
+    _BEGINS, _ENDS = (BEGIN,), (END,)
+    _HEADER = re.compile(r"\s*call:\s*(?P<name>[\w.-]+)\s*")
 
-    def _in_header(self, char: str) -> None:
-        if char == "{" and (found := _HEADER.fullmatch(self._header)):
-            self.start_call(found["name"])
-            self._arguments = _Arguments()
-            self._state = self._in_arguments
-            self._in_arguments(char)
-        elif char == "{" or len(self._header) == MAX_NAME_CHARS:
-            self._reject(char)
-        else:
-            self._held += char
-            self._header += char
+    def _after_marker(self, char: str) -> None:
+        self._begin_header(char)
+
+    def _begin_arguments(self) -> None:
+        self._arguments = _Arguments()
 
     def _in_arguments(self, char: str) -> None:
         self._held += char
@@ -151,14 +143,14 @@ class _Arguments:
         if self._held.endswith(QUOTE):
             text, self._held = self._held.removesuffix(QUOTE), ""
             self._is_string, self._is_over = False, True
-            return _escaped(text) + '"'
+            return escaped(text) + '"'
         start = max(0, len(self._held) - len(QUOTE) + 1)
         certain = next(
             (i for i in range(start, len(self._held)) if QUOTE.startswith(self._held[i:])),
             len(self._held),
         )
         text, self._held = self._held[:certain], self._held[certain:]
-        return _escaped(text)
+        return escaped(text)
 
     def _after_value(self, char: str) -> str | None:
         if char in WHITESPACE:
@@ -186,7 +178,3 @@ def _as_json(text: str) -> str | None:
     except (ValueError, RecursionError):
         value = text
     return json.dumps(value, ensure_ascii=False)
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -24,7 +24,7 @@ class HeaderCalls(ListCalls):
         if char == "{":
             if found := self._HEADER.fullmatch(self._header):
                 self.start_call(found["name"], found.groupdict().get("id"))
-                self._scanner = JsonScanner()
+                self._begin_arguments()
                 self._state = self._in_arguments
                 self._in_arguments(char)
                 return
@@ -33,6 +33,9 @@ class HeaderCalls(ListCalls):
             self._held += char
             return
         self._reject(char)
+
+    def _begin_arguments(self) -> None:
+        self._scanner = JsonScanner()
 
     def _in_arguments(self, char: str) -> None:
         if not self._scanner.feed(char):
@@ -43,19 +46,14 @@ class HeaderCalls(ListCalls):
             self._end_arguments()
 
     def _end_arguments(self) -> None:
-        raise NotImplementedError
+        self._end_call(self._in_text)
 
 
 class MistralParser(HeaderCalls):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
-    _BEGIN = "[TOOL_CALLS]"
+    _BEGINS = ("[TOOL_CALLS]",)
     _HEADER = re.compile(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w*)?(\[ARGS\])?\s*")
-
-    def _in_text(self, char: str) -> None:
-        if self._match(char, (self._BEGIN,)):
-            self._held = self._BEGIN
-            self._state = self._after_marker
 
     def _after_marker(self, char: str) -> None:
         if char in WHITESPACE:
@@ -69,9 +67,6 @@ class MistralParser(HeaderCalls):
 
     def _end_object(self) -> None:
         self._end_call(self._after_item)
-
-    def _end_arguments(self) -> None:
-        self._end_call(self._in_text)
 
 
 class SectionParser(HeaderCalls):
@@ -125,6 +120,34 @@ class SectionParser(HeaderCalls):
             self._replay(self._take_held())
 
 
+def _deepseek_marker(name: str) -> str:
+    """It contains a fullwidth vertical bar, not ASCII's."""
+    bar = "\N{FULLWIDTH VERTICAL LINE}"
+    return f"<{bar}{name.replace(' ', chr(0x2581))}{bar}>"
+
+
+CALLS_BEGIN, CALLS_END = _deepseek_marker("tool calls begin"), _deepseek_marker("tool calls end")
+CALL_BEGIN, CALL_END = _deepseek_marker("tool call begin"), _deepseek_marker("tool call end")
+SEPARATOR = _deepseek_marker("tool sep")
+DEEPSEEK_MARKUP = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+
+class DeepSeekParser(SectionParser):
+    """A name, a separator and the arguments, with a marker on each side: V3.1 and later.
+
+    V3 and R1 write `function` and the separator before the name, and put the arguments between
+    fences of Markdown.
+    """
+
+    _SECTION_BEGIN, _SECTION_END = CALLS_BEGIN, CALLS_END
+    _CALL_BEGIN = CALL_BEGIN
+    _CALL_ENDS = (CALL_END, f"```{CALL_END}")
+    _HEADER = re.compile(
+        rf"\s*(?:function\s*{SEPARATOR})?\s*(?P<name>[\w.-]+)\s*"
+        rf"(?:{SEPARATOR})?\s*(?:```(?:json)?)?\s*"
+    )
+
+
 class KimiParser(SectionParser):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
 
@@ -137,3 +160,21 @@ class KimiParser(SectionParser):
     _HEADER = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
     )
+
+
+class HarmonyParser(HeaderCalls):
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`: gpt-oss.
+
+    The recipient may also stand before the channel, where the role is. A call ends the answer; its
+    last token is an end of sequence, and mostly not among the text. Source: OpenAI's description of
+    harmony, the format of its open models.
+    """
+
+    _BEGINS, _ENDS = ("<|channel|>",), ("<|call|>",)
+    _HEADER = re.compile(
+        r"\s*(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+?)\s*"
+        r"(?:<\|constrain\|>\s*)?(?:json|code)?\s*<\|message\|>\s*"
+    )
+
+    def _after_marker(self, char: str) -> None:
+        self._begin_header(char)

@@ -1,9 +1,10 @@
 """The formats in which a call is a JSON object: after a marker, in a list, or bare."""
 
-from typing import Any
+from collections.abc import Callable
 
 from penstock.server.output.json_scanner import WHITESPACE
-from penstock.server.tools.parsers.base import ToolParser
+from penstock.server.output.parts import CallArguments, CallStart, Part
+from penstock.server.tools.parsers.base import LineParser, ToolParser, new_call_id
 from penstock.server.tools.parsers.call_object import CallObject, Status
 
 
@@ -63,12 +64,11 @@ class ListCalls(ObjectCalls):
 class HermesParser(ObjectCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    _BEGIN, _END = "<tool_call>", "</tool_call>"
+    _BEGINS = ("<tool_call>",)
+    _CALL_END = "</tool_call>"
 
-    def _in_text(self, char: str) -> None:
-        if self._match(char, (self._BEGIN,)):
-            self._held = self._BEGIN
-            self._state = self._before_object
+    def _after_marker(self, char: str) -> None:
+        self._before_object(char)
 
     def _end_object(self) -> None:
         self._end_call(self._after_object)
@@ -77,35 +77,19 @@ class HermesParser(ObjectCalls):
         """The end marker, which some models forget."""
         self._held += char
         prefix = self._held.lstrip(WHITESPACE)
-        if prefix == self._END:
+        if prefix == self._CALL_END:
             self._held = ""
             self._state = self._in_text
-        elif not self._END.startswith(prefix):
+        elif not self._CALL_END.startswith(prefix):
             self._replay(self._take_held())
 
 
-class JsonParser(ListCalls):
+class JsonParser(ListCalls, LineParser):
     """Bare JSON at the beginning of a line: one call, or a list of them. Any model can write it."""
 
     _takes_any_name = False
-    _MARKERS: tuple[str, ...] = ()
-    # Markers that may follow the calls and are ignored.
-    _ENDS: tuple[str, ...] = ()
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._is_line_start = True
-        self._is_list = False
-
-    def _in_text(self, char: str) -> None:
-        if char in "{[" and self._is_line_start and not self._held:
-            self._begin(char)
-            return
-        self._is_line_start = char == "\n" or (self._is_line_start and char in WHITESPACE)
-        marker = self._match(char, self._MARKERS + self._ENDS * bool(self.num_calls))
-        if marker in self._MARKERS:
-            self._held = marker or ""
-            self._state = self._after_marker
+    _OPENERS = "{["
+    _is_list = False
 
     def _begin(self, char: str) -> None:
         self._is_list = char == "["
@@ -113,22 +97,6 @@ class JsonParser(ListCalls):
             self._begin_list(char)
         else:
             self._begin_object(char)
-
-    def _after_marker(self, char: str) -> None:
-        if char in WHITESPACE:
-            self._held += char
-        elif char in "{[":
-            self._begin(char)
-        else:
-            self._reject(char)
-
-    def _on_plain_run(self, plain: str) -> None:
-        if plain.strip(WHITESPACE):
-            self._is_line_start = False
-
-    def _reject(self, char: str) -> None:
-        self._is_line_start = self._held.rstrip(" \t").endswith("\n")
-        super()._reject(char)
 
     def _end_object(self) -> None:
         self._end_call(self._after_item if self._is_list else self._after_call)
@@ -157,11 +125,39 @@ class JsonParser(ListCalls):
 class Llama3JsonParser(JsonParser):
     """`{"name": ..., "parameters": {...}}`, often after `<|python_tag|>`: Llama 3.1 and later."""
 
-    _MARKERS = ("<|python_tag|>",)
+    _BEGINS = ("<|python_tag|>",)
 
 
 class MarkedListParser(JsonParser):
     """`<|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>`: Granite 3, Phi-4-mini."""
 
-    _MARKERS = ("<|tool_call|>", "<tool_call>")
+    _BEGINS = ("<|tool_call|>", "<tool_call>")
     _ENDS = ("<|/tool_call|>", "</tool_call>")
+
+
+class NamedCallParser:
+    """Reads the whole answer as the arguments of one call, which a grammar has enforced.
+
+    is_custom: they are the input of a custom tool.
+    """
+
+    def __init__(
+        self, name: str, make_id: Callable[[], str] = new_call_id, *, is_custom: bool = False
+    ) -> None:
+        self.num_calls = 0
+        self.is_over = False
+        self._name = name
+        self._make_id = make_id
+        self._is_custom = is_custom
+
+    def feed(self, text: str) -> list[Part]:
+        if not text:
+            return []
+        parts: list[Part] = [CallArguments(0, text, self._is_custom)]
+        if not self.num_calls:
+            self.num_calls = 1
+            parts.insert(0, CallStart(0, self._make_id(), self._name, self._is_custom))
+        return parts
+
+    def end(self) -> list[Part]:
+        return []

@@ -6,45 +6,26 @@ import warnings
 from typing import Any
 
 from penstock.server.output.json_scanner import WHITESPACE
-from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser
+from penstock.server.tools.parsers.base import MAX_NAME_CHARS, LineParser
 from penstock.server.tools.parsers.call_object import is_text
 
 
-class PythonicParser(ToolParser):
+class PythonicParser(LineParser):
     """`[f(a=1), g(b="x")]` at the beginning of a line: the second format of Llama 3.2 and 4.
 
     The arguments are Python, so each call is emitted as a whole once it is complete.
     """
 
-    _BEGIN, _END = "<|python_start|>", "<|python_end|>"
+    _BEGINS, _ENDS = ("<|python_start|>",), ("<|python_end|>",)
+    _OPENERS = "["
+    _call_text = ""
+    _depth = 0
+    _quote = ""  # of the string that is open
+    _is_escaped = False
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._is_line_start = True
-        self._call_text = ""
-        self._depth = 0
-        self._quote = ""  # of the string that is open
-        self._is_escaped = False
-
-    def _in_text(self, char: str) -> None:
-        if char == "[" and self._is_line_start and not self._held:
-            self._held = char
-            self._state = self._before_call
-            return
-        self._is_line_start = char == "\n" or (self._is_line_start and char in WHITESPACE)
-        marker = self._match(char, (self._BEGIN, self._END) if self.num_calls else (self._BEGIN,))
-        if marker == self._BEGIN:
-            self._held = marker
-            self._state = self._after_marker
-
-    def _after_marker(self, char: str) -> None:
-        if char in WHITESPACE:
-            self._held += char
-        elif char == "[":
-            self._held += char
-            self._state = self._before_call
-        else:
-            self._reject(char)
+    def _begin(self, char: str) -> None:
+        self._held += char
+        self._state = self._before_call
 
     def _before_call(self, char: str) -> None:
         if char in WHITESPACE:
@@ -112,36 +93,26 @@ class PythonicParser(ToolParser):
             self._is_line_start = False
             self._replay(self._take_held())
 
-    def _on_plain_run(self, plain: str) -> None:
-        if plain.strip(WHITESPACE):
-            self._is_line_start = False
-
-    def _reject(self, char: str) -> None:
-        self._is_line_start = self._held.rstrip(" \t").endswith("\n")
-        super()._reject(char)
-
 
 class Olmo3Parser(PythonicParser):
     """A call a line, between `<function_calls>` and `</function_calls>`: OLMo 3."""
 
-    _BEGIN, _END = "<function_calls>", "</function_calls>"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._ending = ""  # the beginning of _END
-        self._has_calls = False  # since the last _BEGIN
+    _BEGINS, _ENDS = ("<function_calls>",), ()
+    _CALLS_END = "</function_calls>"
+    _ending = ""  # the beginning of _CALLS_END
+    _has_calls = False  # since the last marker
 
     def _in_text(self, char: str) -> None:
-        if self._match(char, (self._BEGIN,)):
-            self._held, self._ending, self._has_calls = self._BEGIN, "", False
+        if self._begin_marker(char):
+            self._ending, self._has_calls = "", False
             self._state = self._before_call
 
     def _before_call(self, char: str) -> None:
         ending = self._ending + char
-        if ending == self._END and self._has_calls:
+        if ending == self._CALLS_END and self._has_calls:
             self._held = ""
             self._state = self._in_text
-        elif ending != self._END and self._END.startswith(ending):
+        elif ending != self._CALLS_END and self._CALLS_END.startswith(ending):
             self._held += char
             self._ending = ending
         elif self._ending:

@@ -8,7 +8,7 @@ import json
 import re
 
 from penstock.server.output.json_scanner import WHITESPACE
-from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser
+from penstock.server.tools.parsers.base import MAX_NAME_CHARS, ToolParser, escaped
 from penstock.server.tools.parsers.schema_values import as_json, properties_of, types_of
 
 _NAME = re.compile(r"[\w.-]+")
@@ -22,8 +22,6 @@ class TaggedParser(ToolParser):
     stand between any two of them. Calls follow one of _BEGINS, and _ENDS may close them.
     """
 
-    _BEGINS: tuple[str, ...]
-    _ENDS: tuple[str, ...]
     _NAME_OPENING: str
     _NAME_CLOSING: str
     _KEY_OPENING: str
@@ -35,15 +33,9 @@ class TaggedParser(ToolParser):
     _has_lines = False
 
     def _in_text(self, char: str) -> None:
-        ends = self._ENDS if self.num_calls else ()
-        marker = self._match(char, self._BEGINS + ends)
-        if marker in self._BEGINS:
-            self._held = self._written = marker or ""
-            if marker == self._NAME_OPENING:
-                self._begin_name()
-            else:
-                self._written = ""
-                self._state = self._before_name
+        if marker := self._begin_marker(char):
+            self._written = ""
+            self._state = self._in_name if marker == self._NAME_OPENING else self._before_name
 
     def _before_name(self, char: str) -> None:
         self._hold(char)
@@ -144,7 +136,7 @@ class TaggedParser(ToolParser):
         elif self._is_string:
             certain = self._certain()
             if certain:
-                self.add_arguments(_escaped(certain))
+                self.add_arguments(escaped(certain))
                 self._written = self._written[len(certain) :]
 
     def _certain(self) -> str:
@@ -160,13 +152,13 @@ class TaggedParser(ToolParser):
 
     def _end_value(self, value: str) -> None:
         if self._is_string:
-            self.add_arguments(_escaped(value) + '"')
+            self.add_arguments(escaped(value) + '"')
         else:
             self.add_arguments(as_json(value, self._types))
         self._to_arguments()
 
     def _close_call(self) -> None:
-        self.add_arguments("{}" if self._arguments_begin == "{" else "}")
+        self._close_arguments()
         self._written = ""
         self._end_call(self._after_call)
 
@@ -191,14 +183,13 @@ class TaggedParser(ToolParser):
         char, self._held = self._held[-1], self._held[:-1]
         self._reject(char)
 
+    def _close_arguments(self) -> None:
+        self.add_arguments("{}" if self._arguments_begin == "{" else "}")
+
     def _end_broken_call(self) -> None:
         """The call has started and is malformed: its arguments end, and the rest is text."""
-        self.add_arguments("{}" if self._arguments_begin == "{" else "}")
+        self._close_arguments()
         self._replay(self._take_held())
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class QwenCoderParser(TaggedParser):

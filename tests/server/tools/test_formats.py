@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 from penstock.server.api.openai.chat_writer import message_of
 from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
 from penstock.server.tools.chat_format import ChatFormat
-from penstock.server.tools.parsers import (
-    DeepSeekParser,
-    GemmaParser,
-    GlmParser,
-    HarmonyParser,
-    KimiParser,
-    MarkedListParser,
-    MinimaxParser,
-    Olmo3Parser,
-    QwenCoderParser,
-    SeedOssParser,
-    ToolFormat,
-    ToolParser,
-)
-from penstock.server.tools.parsers.deepseek import (
+from penstock.server.tools.parsers import ToolFormat
+from penstock.server.tools.parsers.base import ToolParser
+from penstock.server.tools.parsers.gemma import GemmaParser
+from penstock.server.tools.parsers.header_calls import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
     SEPARATOR,
+    DeepSeekParser,
+    HarmonyParser,
+    KimiParser,
+)
+from penstock.server.tools.parsers.json_calls import MarkedListParser
+from penstock.server.tools.parsers.pythonic import Olmo3Parser
+from penstock.server.tools.parsers.tagged import (
+    GlmParser,
+    MinimaxParser,
+    QwenCoderParser,
+    SeedOssParser,
 )
 
 NAMES = frozenset(("add", "say"))

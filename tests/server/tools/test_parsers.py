@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from penstock.server.api.openai.chat_writer import message_of
 from penstock.server.output.json_scanner import JsonScanner
 from penstock.server.output.parts import CallArguments, CallStart, Part, TextPart, merged
-from penstock.server.tools.parsers import (
+from penstock.server.tools.parsers.base import ToolParser
+from penstock.server.tools.parsers.header_calls import MistralParser
+from penstock.server.tools.parsers.json_calls import (
     HermesParser,
     JsonParser,
     Llama3JsonParser,
-    MistralParser,
     NamedCallParser,
-    PythonicParser,
-    ToolParser,
 )
+from penstock.server.tools.parsers.pythonic import PythonicParser
 
 NAMES = frozenset(("add", "get_weather", "say"))
 PARSERS = (HermesParser, JsonParser, Llama3JsonParser, MistralParser, PythonicParser)

@@ -23,7 +23,7 @@ from penstock.server.protocol.responses import (
 )
 from penstock.server.structured.grammar import AnswerSyntax, grammar_text
 from penstock.server.tools.call_syntax import can_enforce, native_calls
-from penstock.server.tools.parsers import MARKUP, ToolFormat, make_tool_parser
+from penstock.server.tools.parsers import MARKUP, ToolFormat
 from tests.support.chatting import ADD, QWEN, WEATHER, ask, make_model, prompt_of, request
 from tests.support.paths import ROOT
 
@@ -90,7 +90,7 @@ def test_calls_enforced_in_the_models_own_format_are_read_back_and_validate(
     grammar = grammar_text(AnswerSyntax(calls=calls)) or ""
     for seed in range(2):
         text = random_text(words, grammar, seed)
-        parser = make_tool_parser(form, frozenset(SCHEMAS), schemas=SCHEMAS)
+        parser = form.parser(frozenset(SCHEMAS), schemas=SCHEMAS)
         message = message_of([*parser.feed(text), *parser.end()])
         assert not message["content"], text
         assert 1 <= len(message["tool_calls"]) <= 3
