@@ -32,7 +32,7 @@ def announce_ready(server: ServerConfig, model: ServedModel) -> None:
     # No secret in a log.
     key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
     path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
-    if model.encoder.has_chat_template:
+    if model.encoder.template_source is not None:
         path = "/v1/chat/completions"
         body = '"messages": [{"role": "user", "content": "Who are you?"}]'
     say(

@@ -20,7 +20,7 @@ from penstock.server.api.common import check_own_key, receive, service_of
 from penstock.server.api.openai.routes import ChatCompletions, Completions
 from penstock.server.api.pipeline import TextResponse
 from penstock.server.errors import InvalidRequest
-from penstock.server.output.generation_request import Begun
+from penstock.server.output.generation_request import SentAnswers
 from penstock.server.protocol.openai import GenerationFields
 
 router = APIRouter()
@@ -71,8 +71,8 @@ async def resume(http: Request) -> Response:
         return fields
 
     received = await receive(http, parse)
-    begun = _begun(handed[0].answers, received.fields, received.model.info.vocab_size)
-    return TextResponse(_APIS[handed[0].path], received, begun)
+    sent = _sent_answers(handed[0].answers, received.fields, received.model.info.vocab_size)
+    return TextResponse(_APIS[handed[0].path], received, sent)
 
 
 def _check_resumable(fields: GenerationFields) -> None:
@@ -94,7 +94,7 @@ def _check_resumable(fields: GenerationFields) -> None:
         )
 
 
-def _begun(answers: list[Answer], fields: GenerationFields, vocab_size: int) -> Begun:
+def _sent_answers(answers: list[Answer], fields: GenerationFields, vocab_size: int) -> SentAnswers:
     """Raises InvalidRequest."""
     if sorted(answer.index for answer in answers) != list(range(fields.num_answers)):
         raise InvalidRequest(
@@ -110,7 +110,7 @@ def _begun(answers: list[Answer], fields: GenerationFields, vocab_size: int) -> 
         raise InvalidRequest("all answers have ended", param="answers")
     if fields.num_answers != fields.num_sampled:
         raise InvalidRequest("only a request with one prompt can be resumed", param="prompt")
-    return Begun(
+    return SentAnswers(
         {answer.index: tuple(answer.token_ids) for answer in answers},
         {answer.index: answer.finish_reason for answer in answers if answer.finish_reason},
     )

@@ -25,11 +25,11 @@ from penstock.server.http.sse import EventStream, EventWriter
 from penstock.server.observability.request_context import note_client_gone
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
-from penstock.server.output.generation_request import Begun, GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest, SentAnswers
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
-from penstock.server.prompt.request_builder import build_generation_request
+from penstock.server.prompt.request_builder import Arrival, build_generation_request
 from penstock.server.protocol.openai import GenerationFields
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
@@ -91,11 +91,7 @@ async def prepare(api: TextApi[Fields], received: Received[Fields]) -> Generatio
         fields, prompts = await api.render(received)
         rules = fields.answer_rules
         answer = await constrain(rules, prompts.reasoning, model, received.client)
-        build = partial(
-            build_generation_request,
-            prompts=prompts,
-            answer=answer,
-            model=model,
+        arrival = Arrival(
             tenant=received.tenant,
             arrival_s=received.arrival_s,
             http_id=received.http_id,
@@ -103,6 +99,9 @@ async def prepare(api: TextApi[Fields], received: Received[Fields]) -> Generatio
             ttft_target_s=received.targets.ttft_s,
             tpot_target_s=received.targets.tpot_s,
             own_itl_target_s=received.targets.own_itl_s,
+        )
+        build = partial(
+            build_generation_request, prompts=prompts, answer=answer, model=model, arrival=arrival
         )
         return await off_loop(build, fields, fields.num_bad_word_chars)
 
@@ -114,13 +113,13 @@ class TextResponse(Response):
         self,
         api: TextApi[AnswerFields],
         received: Received[AnswerFields],
-        begun: Begun | None = None,
+        sent: SentAnswers | None = None,
     ) -> None:
-        """begun: of a stream that goes on here."""
+        """sent: of a stream that goes on here."""
         super().__init__()
         self._api = api
         self._received = received
-        self._begun = begun
+        self._sent = sent
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,8 +134,8 @@ class TextResponse(Response):
         api, received, service = self._api, self._received, self._received.service
         service.check_room(received.fields.num_answers, received.client)
         request = await prepare(api, received)
-        if self._begun:
-            request = replace(request, begun=self._begun)
+        if self._sent:
+            request = replace(request, sent=self._sent)
         generation = service.submit_generation(request)
         try:
             await generation.accepted()

@@ -22,8 +22,7 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import check_servable
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.invalid_fields import invalid_fields
-from penstock.server.protocol.json_body import json_of
+from penstock.server.protocol.invalid_fields import invalid_fields, json_of
 from penstock.server.protocol.openai import TokenId, Wire
 
 router = APIRouter()

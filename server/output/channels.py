@@ -24,7 +24,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")
 _FUNCTIONS = "functions."
-# What may stand in the first header before its channel.
+# The text that may stand in the first header before its channel.
 _FIRST_HEADER = "to="
 
 

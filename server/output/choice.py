@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.scheduler.types import FinishReason, RequestOutput
+from penstock.scheduler.types import Finish, FinishReason, RequestOutput
 from penstock.server.errors import GrammarFailed, InvalidLogits
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
@@ -81,18 +81,7 @@ class Choice:
                 end = self._num_sent + len(text)
                 self._entries.append(LogprobEntry(output.token_ids[-1], output.logprobs[-1], end))
         if output.finish:
-            if output.finish.reason is FinishReason.ERROR:
-                raise GrammarFailed
-            if output.finish.reason is FinishReason.INVALID_LOGITS:
-                raise InvalidLogits
-            rest = self._pass(self._decoder.end())
-            if self._scanner and not self.has_stop_string:
-                rest += self._scanner.end()
-            if self._reader:
-                self._parts += self._reader.feed(rest)
-            text += rest
-            reason = "stop" if self.has_stop_string else output.finish.reason.value
-            return self._finish(text, reason, output.finish.stop_token_id)
+            return self._end(text, output.finish)
         if not text:
             return None
         self._num_sent += len(text)
@@ -100,6 +89,20 @@ class Choice:
         if self._reader and not (self._parts or entries or self._token_ids):
             return None  # the reader holds back what may be markup
         return self._delta(text, entries, None)
+
+    def _end(self, text: str, finish: Finish) -> OutputDelta:
+        """The engine has ended it. Raises GrammarFailed and InvalidLogits."""
+        if finish.reason is FinishReason.ERROR:
+            raise GrammarFailed
+        if finish.reason is FinishReason.INVALID_LOGITS:
+            raise InvalidLogits
+        rest = self._pass(self._decoder.end())
+        if self._scanner and not self.has_stop_string:
+            rest += self._scanner.end()
+        if self._reader:
+            self._parts += self._reader.feed(rest)
+        reason = "stop" if self.has_stop_string else finish.reason.value
+        return self._finish(text + rest, reason, finish.stop_token_id)
 
     def _delta(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
         num_new = len(text)

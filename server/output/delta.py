@@ -1,5 +1,6 @@
-"""What a choice has new to say: `OutputDelta`, and the token usage of a request."""
+"""The news of a choice: `OutputDelta`, and the token usage of a request."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class LogprobEntry(NamedTuple):
 
 
 class OutputDelta(NamedTuple):
-    """What is new of one choice. finish_reason is None except in its last delta.
+    """The news of one choice. finish_reason is None except in its last delta.
 
     finish_reason: "stop", "length", or "tool_calls" if it ended with calls.
     token_ids: empty unless the client asked for them; else all sampled ids, the stop token too.
@@ -78,3 +79,21 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
     return OutputDelta(
         *(last.choice, text, logprobs, last.finish_reason, token_ids, parts, echoed, last.ended_by)
     )
+
+
+def likeliest(deltas: Sequence[OutputDelta], num_sampled: int, n: int) -> list[OutputDelta]:
+    """`best_of`: the n best of each num_sampled complete choices, best first, with new indices.
+
+    By the mean logprob per token: by the sum, the shortest answer would win.
+    """
+    kept: list[OutputDelta] = []
+    for start in range(0, len(deltas), num_sampled):
+        ranked = sorted(deltas[start : start + num_sampled], key=_mean_logprob, reverse=True)
+        kept += ranked[:n]
+    return [delta._replace(choice=index) for index, delta in enumerate(kept)]
+
+
+def _mean_logprob(delta: OutputDelta) -> float:
+    if not delta.logprobs:
+        return -math.inf  # it has no tokens
+    return sum(entry.logprobs.logprob for entry in delta.logprobs) / len(delta.logprobs)

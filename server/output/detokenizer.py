@@ -12,25 +12,15 @@ models have.
 
 import codecs
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from penstock.scheduler.errors import InvalidConfig
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class ByteRun(Protocol):
-    """Bytes that do not yet form complete characters."""
-
-    def feed(self, data: bytes) -> str: ...
-
-    def end(self) -> str:
-        """No more bytes follow: the rest, with U+FFFD for bytes that form no character."""
-        ...
 
 
 class Utf8Run:
@@ -43,6 +33,7 @@ class Utf8Run:
         return self._decoder.decode(data)
 
     def end(self) -> str:
+        """No more bytes follow: the rest, with U+FFFD for bytes that form no character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -159,11 +150,7 @@ def _text_if_complete(data: bytes) -> str | bytes:
         return data
 
 
-class Speller(Protocol):
-    def __call__(self, token: str) -> str | bytes: ...
-
-
-def _sentencepiece_speller(parts: list[dict[str, Any]]) -> Speller:
+def _sentencepiece_speller(parts: list[dict[str, Any]]) -> Callable[[str], str | bytes]:
     replacements = [
         (part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"
     ]
@@ -197,7 +184,7 @@ class TextDecoder:
         """shown: special tokens to include, id -> text, if not all of them are."""
         self._shown = shown or {}
         self._pieces = vocabulary.all_pieces if shows_special else vocabulary.pieces
-        self._run: ByteRun = vocabulary.new_run()
+        self._run = vocabulary.new_run()
         self._is_in_run = False
         self._num_to_strip = vocabulary.num_stripped if is_whole else 0
         self._num_chars = 0

@@ -19,7 +19,7 @@ from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
-from penstock.server.output.generation_request import Begun, GenerationRequest
+from penstock.server.output.generation_request import GenerationRequest, SentAnswers
 from penstock.server.output.logprobs import EchoedTokens
 
 
@@ -51,7 +51,7 @@ class Generation:
         self.choices: list[Choice] = []
         self.prompts: dict[int, PromptOutput] = {}  # outputs of each prompt, as they arrive
         self.replayed: list[OutputDelta] = []
-        """What another server has sent of the answers that go on here."""
+        """The text that another server has sent of the answers that go on here."""
         self._num_open = 0
         self._time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
@@ -61,11 +61,11 @@ class Generation:
     def submit(self) -> None:
         """Submits all prompts to the engine, or none. Raises QueueFull, EngineFailed, or, for more
         answers than the server can ever hold, RequestRefused."""
-        begun = self.request.begun
-        if begun is None:
+        sent = self.request.sent
+        if sent is None:
             self._streams = self._engine.submit_alike(self.request.requests)
         else:
-            self._resume(begun)
+            self._resume(sent)
         for i, (request, is_whole) in enumerate(
             zip(self.request.requests, self.request.are_whole, strict=True)
         ):
@@ -76,12 +76,12 @@ class Generation:
             )
             self._metrics.answers_per_prompt.observe(request.n)
             self._metrics.max_tokens.observe(request.sampling.max_tokens)
-            if begun is None:
+            if sent is None:
                 for _ in range(request.n):
                     self.choices.append(self._choice(is_whole, echo))
         self._num_open = sum(choice.finish_reason is None for choice in self.choices)
 
-    def _resume(self, begun: Begun) -> None:
+    def _resume(self, sent: SentAnswers) -> None:
         """Submits what is left to do of a request that another server began, after its answers have
         become what they were there. Raises InvalidRequest if that is not possible."""
         (request,), (is_whole,) = self.request.requests, self.request.are_whole
@@ -90,8 +90,8 @@ class Generation:
             # No echo: it has been sent.
             choice = self._choice(is_whole, "")
             self.choices.append(choice)
-            ids = list(begun.token_ids[index])
-            reason = begun.ended.get(index)
+            ids = list(sent.token_ids[index])
+            reason = sent.ended.get(index)
             delta = choice.take(RequestOutput(request.id, index, ids, None, None, 0))
             if reason is None and (choice.finish_reason or len(ids) >= request.sampling.max_tokens):
                 message = f"answer {index} ends with its token_ids; give its finish_reason"
@@ -104,8 +104,8 @@ class Generation:
             self.usage.num_completion += choice.num_tokens
         resumed = tuple(
             ResumedAnswer(index, ids, now_s)
-            for index, ids in begun.token_ids.items()
-            if index not in begun.ended
+            for index, ids in sent.token_ids.items()
+            if index not in sent.ended
         )
         self._streams = self._engine.submit_alike([replace(request, resumed=resumed)])
 

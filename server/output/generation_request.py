@@ -1,4 +1,4 @@
-"""`GenerationRequest`: what a request asks for once its wire format no longer matters."""
+"""`GenerationRequest`: all that a request asks for once its wire format no longer matters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.parts import AnswerReader
 
 
-class Begun(NamedTuple):
-    """What another server has sent of the answers to a prompt, by index.
+class SentAnswers(NamedTuple):
+    """The answers to a prompt that another server has begun to send, by index.
 
     token_ids: of each, as far as the client has them. ended: why, of those that have.
     """
@@ -31,7 +31,7 @@ class GenerationRequest:
     appear in the text, by name.
     make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
     special tokens that the reader must see, id -> text.
-    begun: of a request with one prompt that goes on here; None for one that starts here.
+    sent: of a request with one prompt that goes on here; None for one that starts here.
     Choices are numbered prompt by prompt: choice = prompt * n + sample.
     """
 
@@ -50,7 +50,7 @@ class GenerationRequest:
     wants_token_ids: bool = False
     make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
-    begun: Begun | None = None
+    sent: SentAnswers | None = None
 
     @property
     def prompt_token_ids(self) -> list[tuple[int, ...]]:

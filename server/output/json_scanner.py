@@ -9,7 +9,7 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 
 
 class Expect(Enum):
-    """What may come next, apart from whitespace where it is allowed."""
+    """The next character that is allowed, apart from whitespace where it is allowed."""
 
     VALUE = auto()
     VALUE_OR_END = auto()  # after [

@@ -45,7 +45,7 @@ class Pooler:
         """config: overrides the directory. Raises PenstockError for a file that is not as it should
         be."""
         model = read_model_object(directory / "config.json")
-        pooling, normalizes, problem = _of_modules(directory)
+        pooling, normalizes, problem = _read_modules(directory)
         return cls(
             pooling=config.pooling or pooling or Pooling.LAST,
             normalizes=normalizes if config.normalize is None else config.normalize,
@@ -83,7 +83,7 @@ def normalized(values: "array[float]") -> "array[float]":
     return array("f", [value / length for value in values]) if length else values
 
 
-def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
+def _read_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
     """Pooling, whether it is normalized, and why it is not supported, if so."""
     modules = read_model_json(directory / "modules.json") or []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -108,7 +108,7 @@ def _of_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
 
 
 def pooling_config_path(directory: Path, modules: list[dict[str, Any]]) -> Path | None:
-    """Of the pooling module. Raises InvalidConfig for one outside of the directory."""
+    """Returns the pooling module's. Raises InvalidConfig for one outside of the directory."""
     name: Any = "1_Pooling"
     for module in modules:
         if str(module.get("type", "")).rpartition(".")[2] == "Pooling":

@@ -15,7 +15,7 @@ from penstock.server.prompt.off_loop import INLINE_CHARS, off_loop
 from penstock.server.prompt.timed_template import TemplateTooSlow, at_most
 from penstock.server.prompt.tokenizer import ChatTemplate, IsolatedTemplate, PromptEncoder
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.unused_fields import report_unused
+from penstock.server.protocol.unsupported_fields import report_unused
 from penstock.server.tools.prompting import (
     Message,
     calls_as_text,
@@ -42,7 +42,7 @@ _MAX_S_IN_THREAD = 0.25
 # those of the message too.
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
-# What templates of models that can do both call the switch.
+# The names of the switch in templates of models that can do both.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 

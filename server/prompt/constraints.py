@@ -1,4 +1,4 @@
-"""What an answer must follow, and how it is read: a grammar, and the reader of its parts."""
+"""The form of an answer: the grammar that it follows, and the reader of its parts."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ async def constrain(
 def _content_and_calls(
     rules: AnswerRules, model: ServedModel
 ) -> tuple[Content | None, Calls | Content | None]:
-    """What the answer must be, and the calls that it must, or may in its place, consist of."""
+    """Reads what the answer must be, and the calls that must, or may, stand in its place."""
     content = rules.constraint.build() if rules.constraint else None
     if not rules.calls.functions:
         return content, None

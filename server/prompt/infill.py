@@ -20,7 +20,7 @@ _MARKERS = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
 )
-# What such models write after a middle: its end, padding, or the beginning of another file.
+# Tokens that such models write after a middle: its end, padding, or the beginning of another file.
 _ENDS = (
     "▁<EOT>",
     "<|endoftext|>",

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What rendering raises over messages or variables that a template did not expect.
+# Errors that rendering raises over messages or variables that a template did not expect.
 RENDER_ERRORS = (
     TemplateError,
     TypeError,
@@ -19,7 +19,7 @@ RENDER_ERRORS = (
     RecursionError,
 )
 
-# Of the result of one operation: characters or items of a sequence, bits of a number.
+# Bounds on the result of one operation: characters or items of a sequence, bits of a number.
 _MAX_SIZE = 1 << 24
 _MAX_BITS = 1 << 16
 

@@ -1,4 +1,4 @@
-"""What a prompt may be: long enough, short enough, and of ids that the model has."""
+"""Limits of a prompt: it is long enough, short enough, and of ids that the model has."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=[^\W_]) (?=[^\W_])")
 _PIECE_CHARS = 1 << 16
 # Not more than that of English: so a text that fits is seldom tokenized twice.
 _USUAL_TOKEN_CHARS = 4
-# Of all prompts of a request: the engine reads so many ids in 30 ms.
+# All prompts of a request have no more: the engine reads so many ids in 30 ms.
 MAX_TOKENS_TOGETHER = 1 << 20
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
@@ -178,11 +178,11 @@ def fit(
     """
     check_fields(fields, model)
     limit, vocab_size, wanted = model.max_model_len, model.info.vocab_size, fields.wanted_max_tokens
-    # What `truncate_prompt_tokens: -1` stands for: room is left for max_tokens.
+    # `truncate_prompt_tokens: -1` stands for it: room is left for max_tokens.
     max_kept = max(1, limit - (1 if wanted is None else wanted))
     num_kept, side = fields.truncate_prompt_tokens, fields.truncation_side
     kept = [truncated(prompt, num_kept, max_kept, side) for prompt in prompts]
-    # What is too long is not looked at any closer; an empty prompt is never too long.
+    # A prompt that is too long is not looked at any closer; an empty prompt is never too long.
     max_tokens = tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
     for prompt in kept:
         check_prompt(prompt, vocab_size, param)

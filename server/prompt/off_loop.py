@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
-# What is done with a text this short takes less time than handing it to a thread.
+# Work on a text this short takes less time than handing it to a thread.
 INLINE_CHARS = 2000
 _LONG_CHARS = 1 << 16
-# Of all long texts together: half a gigabyte of memory while they are tokenized.
+# All long texts together have no more: half a gigabyte of memory while they are tokenized.
 _MAX_CHARS_AT_ONCE = 1 << 22
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ _LONG_TEXTS = LongTexts()
 
 
 async def off_loop(work: Callable[[T], Result], text: T, num_chars: int) -> Result:
-    """What `work` makes of the text, whose length is num_chars."""
+    """Returns what `work` makes of the text, whose length is num_chars."""
     if num_chars <= INLINE_CHARS:
         return work(text)
     if num_chars <= _LONG_CHARS:

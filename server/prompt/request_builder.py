@@ -1,7 +1,7 @@
 """From checked fields, prompts and answer format to one frozen `GenerationRequest`."""
 
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.engine.client import new_request_id
@@ -21,41 +21,46 @@ _SEED_RANGE = 1 << 63
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Whose request it is, when it came, and its targets.
+
+    http_id: of the HTTP request. client: see `Received`. tpot_target_s: its answers are held
+    against it. own_itl_target_s: steps are fitted to it while they run, where it is not the
+    server's.
+    """
+
+    tenant: str
+    arrival_s: float
+    http_id: str
+    client: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    own_itl_target_s: float | None = None
+
+
 def build_generation_request(
     fields: GenerationFields,
     prompts: Prompts,
     answer: AnswerFormat,
     model: ServedModel,
-    *,
-    tenant: str,
-    arrival_s: float,
-    http_id: str,
-    client: str = "",
-    ttft_target_s: float | None = None,
-    tpot_target_s: float | None = None,
-    own_itl_target_s: float | None = None,
+    arrival: Arrival,
 ) -> GenerationRequest:
-    """http_id: of the HTTP request. client: see `Received`. tpot_target_s: what its answers are
-    held against. own_itl_target_s: what steps are fitted to while they run, where that is not the
-    server's.
-
-    Raises InvalidRequest for bad_words and allowed_token_ids that the model cannot follow.
-    """
+    """Raises InvalidRequest for bad_words and allowed_token_ids that the model cannot follow."""
     kind = "chatcmpl" if isinstance(fields, ChatCompletionRequest) else "cmpl"
     sampling = _sampling(fields, answer, model)
-    cache_salt = salted(tenant, fields.cache_salt)
     requests = tuple(
         Request(
-            id=new_request_id(http_id),
+            id=new_request_id(arrival.http_id),
             prompt_token_ids=token_ids,
             sampling=replace(sampling, max_tokens=max_tokens),
-            arrival_s=arrival_s,
+            arrival_s=arrival.arrival_s,
             n=fields.num_sampled,
             priority=fields.priority or 0,
-            tenant=client,
-            ttft_target_s=ttft_target_s if max_tokens else None,
-            itl_target_s=own_itl_target_s,
-            cache_salt=cache_salt,
+            tenant=arrival.client,
+            ttft_target_s=arrival.ttft_target_s if max_tokens else None,
+            itl_target_s=arrival.own_itl_target_s,
+            cache_salt=salted(arrival.tenant, fields.cache_salt),
             adapter=model.adapter_id,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
@@ -67,8 +72,8 @@ def build_generation_request(
         n=fields.num_sampled,
         stops=StopStrings(fields.stops) if fields.stops else None,
         includes_stop=bool(fields.include_stop_str_in_output),
-        arrival_s=arrival_s,
-        tpot_target_s=tpot_target_s,
+        arrival_s=arrival.arrival_s,
+        tpot_target_s=arrival.tpot_target_s,
         echoes=prompts.echoes,
         echoes_logprobs=isinstance(fields, CompletionRequest) and fields.echoes_logprobs,
         min_tokens=fields.min_tokens or 0,

@@ -43,7 +43,7 @@ _limit: ContextVar[_Limit | None] = ContextVar("template_limit", default=None)
 
 @contextmanager
 def at_most(max_cpu_s: float) -> Iterator[None]:
-    """What is rendered within it in this thread raises TemplateTooSlow beyond max_cpu_s."""
+    """Rendering within it in this thread raises TemplateTooSlow beyond max_cpu_s."""
     token = _limit.set(_Limit(max_cpu_s) if max_cpu_s < math.inf else None)
     try:
         yield

@@ -112,10 +112,6 @@ class PromptEncoder:
         template = ChatTemplate(source, special_tokens) if source is not None else None
         return cls(_load_tokenizer(directory, load_format), template, special_tokens)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises
         InvalidRequest, as do all that encode."""
@@ -156,7 +152,7 @@ class PromptEncoder:
         return {self.encode(text, add_special_tokens=False) for text in texts} - {()}
 
     def ids_of_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Of those texts that are a single token."""
+        """Finds those texts that are a single token."""
         ids = {text: self._tokenizer.token_to_id(text) for text in texts}
         return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
@@ -167,14 +163,6 @@ class PromptEncoder:
     @property
     def template_source(self) -> str | None:
         return self._template.source if self._template else None
-
-    def encode_chat(self, messages: list[Message]) -> tuple[int, ...]:
-        """A conversation up to where the assistant's next turn begins. Raises InvalidRequest."""
-        return self.encode_rendered(self.chat_template().render(messages))
-
-    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Text from a chat template, which usually contains its special tokens already."""
-        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def try_out_template(self) -> None:
         """See `ChatTemplate.try_out`."""
@@ -252,7 +240,7 @@ class IsolatedTemplate:
         self._known = known
 
     def knows(self, name: str) -> bool:
-        """Of a client's: whether the name occurs in it."""
+        """A client's is not parsed here: it knows the names that occur in it."""
         return name in (self.source if self._known is None else self._known)
 
     def takes_too_much(self, messages: list[Message]) -> bool:

@@ -11,7 +11,7 @@ from penstock.server.protocol.openai import MAX_LOGPROBS, GenerationFields, Reas
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
 from penstock.server.tools.rules import AnswerRules
 
-# What an assistant's message may hold besides text and calls, and what to send instead.
+# Parts of an assistant's message besides text and calls, and what to send instead.
 _OTHER_SPEECH = {"audio": "send the transcript as text"}
 
 
@@ -85,7 +85,7 @@ class ChatMessage(Wire):
 
 
 def _id_of_call(name: str | None) -> str:
-    """Of a call in the older form; its result has the function's name too."""
+    """Makes the id of a call in the older form; its result has the function's name too."""
     return f"call_{name}"
 
 

@@ -10,10 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.invalid_fields import invalid_fields, nul
-from penstock.server.protocol.json_body import json_of
-from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED
-from penstock.server.protocol.unused_fields import UNUSED, report_unused
+from penstock.server.protocol.invalid_fields import invalid_fields, json_of, nul
+from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED, UNUSED, report_unused
 from penstock.server.structured.constraint import Constraint, constraint_of
 from penstock.server.tools.rules import AnswerRules
 
@@ -73,10 +71,44 @@ class StreamOptions(Wire):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Wire):
-    """What both endpoints take."""
+class ParsedRequest(Wire):
+    """A request that is read from a body."""
 
-    model_config = ConfigDict(extra="allow")  # kept to be looked through, see `_refuse_unsupported`
+    model_config = ConfigDict(extra="allow")  # kept to be looked through
+    _num_bytes: int = PrivateAttr(0)
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
+        return cls.of(json_of(body), num_bytes=len(body))
+
+    @classmethod
+    def of(cls, values: Any, *, num_bytes: int) -> Self:
+        """From the values of a body of num_bytes, or of one of another API that it is served as.
+
+        Raises as `parse` does.
+        """
+        try:
+            fields = cls.model_validate(values)
+        except ValidationError as error:
+            raise invalid_fields(error, cls) from error
+        fields._num_bytes = num_bytes
+        fields._check()
+        return fields
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the body: whatever the prompt is made of, it cannot be much longer."""
+        return self._num_bytes
+
+    def _check(self) -> None:
+        """Checks what pydantic does not. Raises InvalidRequest or UnsupportedParameter."""
+        raise NotImplementedError
+
+
+class GenerationFields(ParsedRequest):
+    """The fields that both endpoints take."""
+
     served_extras: ClassVar[frozenset[str]] = frozenset()  # which `NEUTRAL` has for the other API
 
     model: str | None = None  # the server has one
@@ -122,36 +154,6 @@ class GenerationFields(Wire):
     json_schema: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     request_id: RequestName | None = None
-    _num_bytes: int = PrivateAttr(0)
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
-        return cls._checked(json_of(body), len(body))
-
-    @classmethod
-    def of(cls, values: dict[str, Any], *, num_bytes: int) -> Self:
-        """From the fields of another API that it is served as, parsed from a body of num_bytes.
-
-        Raises as `parse` does.
-        """
-        return cls._checked(values, num_bytes)
-
-    @classmethod
-    def _checked(cls, values: Any, num_bytes: int) -> Self:
-        try:
-            fields = cls.model_validate(values)
-        except ValidationError as error:
-            raise invalid_fields(error, cls) from error
-        fields._num_bytes = num_bytes
-        fields._refuse_unsupported()
-        fields._check()
-        return fields
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the body: whatever the prompt is made of, it cannot be much longer."""
-        return self._num_bytes
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -223,7 +225,7 @@ class GenerationFields(Wire):
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """What the answer must look like, or None for any text. Raises InvalidRequest."""
+        """The form that the answer must have; None for any text. Raises InvalidRequest."""
         return constraint_of(
             self.response_format,
             self.structured_outputs,
@@ -237,7 +239,7 @@ class GenerationFields(Wire):
         return AnswerRules(constraint=self.constraint)
 
     def _check(self) -> None:
-        """What concerns more than one field."""
+        self._refuse_unsupported()
         _ = self.constraint  # raises if there is more than one
         if self.stream_options and not self.stream:
             message = "stream_options requires stream: true"

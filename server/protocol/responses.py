@@ -6,7 +6,6 @@ and as we answered, because that is what the store keeps and gives back.
 """
 
 import contextlib
-import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from pydantic import Field
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.openai import MAX_LOGPROBS, NEUTRAL, Probability, RequestName, Wire
+from penstock.server.protocol.tools import arguments_of
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
     TranslatedRequest,
@@ -22,7 +22,7 @@ from penstock.server.protocol.translation import (
     checked,
     renamed_errors,
 )
-from penstock.server.protocol.unused_fields import report_unused
+from penstock.server.protocol.unsupported_fields import report_unused
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]
@@ -78,7 +78,7 @@ _HOSTED_TOOLS = frozenset(
 )
 _SERVED_TOOLS = ("function", "custom")
 _DATE = re.compile(r"_\d{4}_\d{2}_\d{2}$")
-# What a complaint about the chat completion is about here.
+# The names here of fields of a chat completion, for complaints about them.
 _CHAT_TO_RESPONSES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -137,7 +137,7 @@ class CustomToolCall(Wire):
 
 
 class CallOutput(Wire):
-    """Of a function or a custom tool."""
+    """The result of a function or a custom tool."""
 
     call_id: str
     output: str | Annotated[list[InputPart], Field(fail_fast=True)]
@@ -303,7 +303,7 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
                 messages.append(said)
         case "function_call":
             call = checked(FunctionCall, item, at)
-            _check_arguments(call, at)
+            arguments_of(call.arguments, f"{at}.arguments")
             _add_call(messages, _chat_tool_call(call))
         case "custom_tool_call":
             _add_call(messages, _chat_custom_call(checked(CustomToolCall, item, at)))
@@ -357,16 +357,6 @@ def _text_of(part: InputPart, at: str) -> str:
     if part.text is None:
         raise InvalidRequest(f"{at}.text is missing", param=f"{at}.text")
     return part.text
-
-
-def _check_arguments(call: FunctionCall, at: str) -> None:
-    param = f"{at}.arguments"
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{param} must contain a JSON object", param=param)
 
 
 def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:

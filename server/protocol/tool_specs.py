@@ -1,4 +1,4 @@
-"""What a tool says of itself on the wire: a function with JSON arguments, or a custom tool, whose
+"""Tools on the wire: a function with JSON arguments, or a custom tool, whose
 input is a text.
 
 Models are trained to write JSON arguments, so to them a custom tool is a function with one string.
@@ -18,7 +18,7 @@ _HOW = f"Pass the whole text as the string {INPUT!r}."
 
 
 class StrictWire(BaseModel):
-    """What it does not know it keeps, for chat templates."""
+    """Keeps the fields that it does not know, for chat templates."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

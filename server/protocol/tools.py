@@ -1,4 +1,4 @@
-"""What a chat request says of tools that the model may call, as it comes over the wire."""
+"""The tools of a chat request that the model may call, as they come over the wire."""
 
 import json
 from collections.abc import Mapping
@@ -60,8 +60,8 @@ class FunctionChoice(StrictWire):
     name: str
 
 
-class AllowedTool(StrictWire):
-    type: Literal["function", "custom"] = "function"
+class ChosenTool(StrictWire):
+    type: str
     function: FunctionChoice | None = None
     custom: FunctionChoice | None = None
 
@@ -69,6 +69,10 @@ class AllowedTool(StrictWire):
     def name(self) -> str | None:
         choice = self.custom if self.type == "custom" else self.function
         return choice.name if choice else None
+
+
+class AllowedTool(ChosenTool):
+    type: Literal["function", "custom"] = "function"
 
 
 class AllowedTools(StrictWire):
@@ -76,18 +80,10 @@ class AllowedTools(StrictWire):
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class NamedToolChoice(StrictWire):
+class NamedToolChoice(ChosenTool):
     """The tool that is to be called, or those of which the model may choose."""
 
-    type: str
-    function: FunctionChoice | None = None
-    custom: FunctionChoice | None = None
     allowed_tools: AllowedTools | None = None
-
-    @property
-    def name(self) -> str | None:
-        choice = self.custom if self.type == "custom" else self.function
-        return choice.name if choice else None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
@@ -122,14 +118,15 @@ def call_for_template(call: ToolCall, param: str) -> dict[str, Any]:
     if isinstance(called, CalledCustom):
         arguments: dict[str, Any] = {INPUT: called.input}
     else:
-        arguments = _arguments_of(called, f"{param}.function.arguments")
+        arguments = arguments_of(called.arguments, f"{param}.function.arguments")
     function = {"name": called.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _arguments_of(called: CalledFunction, field: str) -> dict[str, Any]:
+def arguments_of(text: str, field: str) -> dict[str, Any]:
+    """Raises InvalidRequest."""
     try:
-        arguments = json.loads(called.arguments or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
     if not isinstance(arguments, dict):

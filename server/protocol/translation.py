@@ -1,18 +1,17 @@
-"""What APIs served as chat completions share: their fields, and renaming fields in errors."""
+"""APIs served as chat completions: their common fields, and renaming fields in errors."""
 
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
-from pydantic import ConfigDict, PrivateAttr, ValidationError
+from pydantic import ValidationError
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.invalid_fields import invalid_fields
-from penstock.server.protocol.json_body import json_of
-from penstock.server.protocol.openai import Wire
-from penstock.server.protocol.unused_fields import UNUSED
+from penstock.server.protocol.openai import ParsedRequest, Wire
+from penstock.server.protocol.unsupported_fields import UNUSED
 from penstock.server.structured.constraint import SYNONYMS
 
 # Fields of chat completions that mean the same in the other APIs, which do not have them.
@@ -27,32 +26,10 @@ SHARED_FIELDS = frozenset(
 )
 
 
-class TranslatedRequest(Wire):
-    """A request of an API that is served as chat completions."""
+class TranslatedRequest(ParsedRequest):
+    """A request of an API that is served as chat completions, which check what they have too."""
 
-    model_config = ConfigDict(extra="allow")  # kept to be checked
     num_answers: ClassVar[int] = 1
-    _num_bytes: int = PrivateAttr(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the body."""
-        return self._num_bytes
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
-        try:
-            fields = cls.model_validate(json_of(body))
-        except ValidationError as error:
-            raise invalid_fields(error, cls) from error
-        fields._num_bytes = len(body)
-        fields._check()
-        return fields
-
-    def _check(self) -> None:
-        """What chat completions do not check. Raises InvalidRequest or UnsupportedParameter."""
-        raise NotImplementedError
 
 
 def check_numbers(*values: object) -> None:

@@ -1,8 +1,12 @@
 """Fields that other servers serve and we do not: refused by name, as they would change the answer.
 
 What would not change it (a provider's accounting, hints for a cache, the padding of a stream) is
-not here: it is accepted, as is any unknown field.
+not here: it is accepted, as is any unknown field. Some that have no effect are reported in the log.
 """
+
+import logging
+
+logger = logging.getLogger("penstock")
 
 # Field -> the values that change nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {
@@ -57,7 +61,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "typical": (1,),
 }
 
-# What to do in place of it, where that is not to leave it out.
+# The advice in place of it, where that is not to leave it out.
 HINTS = {
     "do_sample": "use temperature: 0 for greedy decoding",
     "enable_thinking": "put it in chat_template_kwargs",
@@ -72,3 +76,18 @@ HINTS = {
     "return_prompt_text": "use return_token_ids and POST /detokenize",
     "thinking": "put enable_thinking in chat_template_kwargs",
 }
+
+# vLLM's, for plugins that this server does not have, and for templates of other models.
+UNUSED = ("documents", "vllm_xargs")
+# Clients choose names of variables: without a limit they could fill the log and the memory.
+_MAX_REPORTED = 100
+_reported: set[str] = set()
+
+
+def report_unused(field: str, why: str) -> None:
+    """Once for each field."""
+    field = field[:100]
+    if field in _reported or len(_reported) >= _MAX_REPORTED:
+        return
+    _reported.add(field)
+    logger.warning("%r in a request had no effect: %s (reported once)", field, why)

@@ -43,7 +43,7 @@ def _token_ids(fields: dict[str, Any], encoder: PromptEncoder) -> Sequence[int]:
             return ()
         chat = ChatCompletionRequest.model_validate(fields)
         text, _ = render_chat(chat, template, _MAX_TEMPLATE_S)
-        return encoder.encode_rendered(text[:_MAX_CHARS])
+        return encoder.encode(text[:_MAX_CHARS], add_special_tokens=False)
     prompt = fields.get("prompt") or ()
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]  # of several, the first

@@ -273,7 +273,7 @@ def _by_synonym(
     return next(iter(sent), None), outputs
 
 
-# What is read of each member of `structured_outputs`: as what, its types, and their name.
+# Each member of `structured_outputs`: how it is read, its types, and their name.
 _MEMBERS: dict[str, tuple[Callable[[Any], Content], tuple[type, ...], str]] = {
     "json": (enforced_json, (dict, str), "a schema"),
     "json_object": (lambda _: enforced_json({"type": "object"}), (bool,), "true"),

@@ -49,7 +49,7 @@ class _ProcessFailed(Exception):
 
 
 class GrammarChecker:
-    """Of one model. Lives on one event loop; `close` ends the processes."""
+    """Compiles grammars for one model. Lives on one event loop; `close` ends the processes."""
 
     def __init__(self, directory: Path, model: ModelInfo, load_format: LoadFormat) -> None:
         self._model = json.dumps(

@@ -27,7 +27,7 @@ MAX_RULES = 5_000
 _MAX_DIGITS = 10  # of a bound; more is as large as makes no difference
 
 _MINIMA = ("minItems", "minLength", "minProperties")
-_OF_SCHEMAS_BY_NAME = frozenset(
+_SCHEMAS_BY_NAME = frozenset(
     (
         "properties",
         "patternProperties",
@@ -38,7 +38,7 @@ _OF_SCHEMAS_BY_NAME = frozenset(
         "dependentRequired",
     )
 )
-_OF_DATA = frozenset(("enum", "const", "default", "example", "examples"))
+_DATA_KEYWORDS = frozenset(("enum", "const", "default", "example", "examples"))
 
 _REGEX_TOKEN = re.compile(
     r"(?P<escape>\\.?)|\{(?P<least>[0-9]+)(?:,[0-9]*)?\}|(?P<mark>[\[\]()|{])"
@@ -60,7 +60,7 @@ class _Expansion:
     occur. Raises ValueError as soon as it exceeds `MAX_EXPANDED`."""
 
     def __init__(self) -> None:
-        # Of each open group: its longest alternative, the current one but its last item, and that.
+        # For each open group: its longest alternative, the current one but its last item, and that.
         self._groups = [(0, 0, 0)]
 
     def add(self, length: int) -> None:
@@ -162,7 +162,7 @@ def check_lark(text: str) -> None:
 def check_schema(schema: Any) -> None:
     """Raises ValueError. What is no schema is left to those who read it as one."""
     num_refs = 0
-    # What is left to look at: a value, how deep it is, how many values its parents demand at least,
+    # The rest to look at: a value, how deep it is, how many values its parents demand at least,
     # and the keyword that it belongs to, which says what its names are.
     rest: list[tuple[Any, int, int, str]] = [(schema, 1, 1, "")]
     while rest:
@@ -173,9 +173,9 @@ def check_schema(schema: Any) -> None:
             rest += [(each, depth + 1, least, of) for each in value]
         if not isinstance(value, dict):
             continue
-        if of in _OF_DATA:
+        if of in _DATA_KEYWORDS:
             rest += [(each, depth + 1, least, of) for each in value.values()]
-        elif of in _OF_SCHEMAS_BY_NAME:
+        elif of in _SCHEMAS_BY_NAME:
             _check_names(of, value)
             rest += [(each, depth + 1, least, "") for each in value.values()]
         else:

@@ -60,7 +60,7 @@ class ChatAnswerReader:
         return self._with_inputs(with_calls)
 
     def _with_inputs(self, parts: list[Part]) -> list[Part]:
-        return self._custom_inputs.of(parts) if self._custom_inputs else parts
+        return self._custom_inputs.rewritten(parts) if self._custom_inputs else parts
 
 
 def reader_factory(

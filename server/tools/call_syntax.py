@@ -179,8 +179,8 @@ def _json(schema: dict[str, Any]) -> JsonText:
 def _tagged(schema: dict[str, Any]) -> tuple[Argument, ...]:
     required = schema.get("required", [])
     return tuple(
-        Argument(key=key, is_required=key in required, value=_value(schema, key, of_key))
-        for key, of_key in properties_of(schema).items()
+        Argument(key=key, is_required=key in required, value=_value(schema, key, resolved))
+        for key, resolved in properties_of(schema).items()
     )
 
 

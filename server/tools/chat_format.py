@@ -46,7 +46,7 @@ class ChatFormat:
 
     @property
     def call_markup(self) -> tuple[str, ...]:
-        """What calls may be written with, even where it consists of special tokens."""
+        """Markers of calls that are text even where they consist of special tokens."""
         return CALL_MARKUP + (HARMONY_MARKUP if self._is_harmony else ())
 
     @property

@@ -16,21 +16,21 @@ class CustomInputs:
         self._names = names
         self._open: tuple[CallStart, _InputReader] | None = None
 
-    def of(self, parts: Iterable[Part]) -> list[Part]:
-        rewritten: list[Part] = []
+    def rewritten(self, parts: Iterable[Part]) -> list[Part]:
+        result: list[Part] = []
         for part in parts:
             if self._open and isinstance(part, CallArguments) and part.index == self._open[0].index:
-                rewritten += self._input(self._open[1].feed(part.text))
+                result += self._input(self._open[1].feed(part.text))
                 continue
-            rewritten += self.end()
+            result += self.end()
             if isinstance(part, CallStart) and part.name in self._names:
                 part = part._replace(is_custom=True)
                 self._open = part, _InputReader()
-            rewritten.append(part)
-        return rewritten
+            result.append(part)
+        return result
 
     def end(self) -> list[Part]:
-        """What was held back of the call that is open, if one is."""
+        """Returns what was held back of the call that is open, if one is."""
         if not self._open:
             return []
         parts = self._input(self._open[1].end())

@@ -1,4 +1,4 @@
-"""What a request says of the form of its answers, once its wire format no longer matters."""
+"""The rules that a request sets for its answers, once its wire format no longer matters."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -24,7 +24,7 @@ from penstock.server.output.generation_request import GenerationRequest
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import chat_prompts, completion_prompts
-from penstock.server.prompt.request_builder import build_generation_request
+from penstock.server.prompt.request_builder import Arrival, build_generation_request
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.openai import CompletionRequest
@@ -133,9 +133,8 @@ async def prepared(
     else:
         prompts = await completion_prompts(fields, model)
     answer = await constrain(fields.answer_rules, prompts.reasoning, model)
-    return build_generation_request(
-        fields, prompts, answer, model, tenant="", arrival_s=0.0, http_id="req"
-    )
+    arrival = Arrival(tenant="", arrival_s=0.0, http_id="req")
+    return build_generation_request(fields, prompts, answer, model, arrival)
 
 
 def prompt_of(model: ServedModel, **fields: Any) -> str:
@@ -161,7 +160,7 @@ class Answer:
         make = self.request.make_reader
         decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.request.markup)
         self.choice = Choice(0, decoder, None, False, reader=make() if make else None)
-        ids = list(model.encoder.encode_rendered(text))
+        ids = list(model.encoder.encode(text, add_special_tokens=False))
         self.deltas: list[OutputDelta] = []
         for token_id in ids:
             self._take([token_id], None)

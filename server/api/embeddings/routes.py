@@ -36,8 +36,7 @@ from penstock.server.prompt.limits import (
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.request_builder import salted
-from penstock.server.protocol.invalid_fields import invalid_fields
-from penstock.server.protocol.json_body import json_of
+from penstock.server.protocol.invalid_fields import invalid_fields, json_of
 from penstock.server.protocol.openai import CacheSalt, Priority, RequestName, TokenId, Wire
 
 MAX_INPUTS = 2048  # OpenAI's own limit

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.server.errors import reply_to
-from penstock.server.output.best_of import likeliest
-from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
+from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage, likeliest
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.generation import Generation
 from penstock.server.output.logprobs import EchoedTokens, by_position

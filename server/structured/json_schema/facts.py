@@ -1,4 +1,4 @@
-"""What can be concluded about a schema without values: its types, its values, what it requires."""
+"""Conclusions about a schema without values: its types, its values, the names that it requires."""
 
 import json
 from typing import Any, NamedTuple
@@ -123,12 +123,12 @@ class SchemaFacts:
         return self._have_disjoint_values(a, b) or self._have_disjoint_properties(a, b, depth)
 
     def _have_disjoint_values(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
-        of_a, of_b = self._facts_of(a), self._facts_of(b)
-        if of_a.types.isdisjoint(of_b.types):
+        facts_a, facts_b = self._facts_of(a), self._facts_of(b)
+        if facts_a.types.isdisjoint(facts_b.types):
             return True
-        if of_a.values is None or of_b.values is None:
+        if facts_a.values is None or facts_b.values is None:
             return False
-        return of_a.values.isdisjoint(of_b.values)
+        return facts_a.values.isdisjoint(facts_b.values)
 
     def _have_disjoint_properties(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
         if not self._facts_of(a).types == self._facts_of(b).types == {"object"}:

@@ -99,7 +99,7 @@ def _other_types(value: Any, types: frozenset[str]) -> Schema:
 
 
 def _other_values(values: list[Any], types: frozenset[str]) -> list[Schema]:
-    """Of each type, the values that are not listed."""
+    """Returns the values of each type that are not listed."""
     if any(isinstance(value, list | dict) for value in values):
         raise CannotExpress(
             "const and enum can be negated only for strings, numbers, booleans and null"

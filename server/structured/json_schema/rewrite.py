@@ -28,8 +28,8 @@ _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchema
 
 
 class _Rewritten(NamedTuple):
-    """What a keyword becomes: keywords in its place, and schemas that must hold too. In the latter,
-    keywords that llguidance lacks are rewritten in turn."""
+    """The result of one keyword: keywords in its place, and schemas that must hold too. In the
+    latter, keywords that llguidance lacks are rewritten in turn."""
 
     keywords: dict[str, Any] = {}  # noqa: RUF012, never written to
     all_of: Sequence[Schema] = ()

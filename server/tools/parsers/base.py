@@ -1,4 +1,4 @@
-"""What all parsers of calls share: plain text, markers, and the parts that they emit."""
+"""The base of all parsers of calls: plain text, markers, and the parts that they emit."""
 
 import json
 import re

