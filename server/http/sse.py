@@ -105,7 +105,7 @@ class EventStream:
         """Takes all deltas and sends most of them; returns what follows the unsent ones."""
         # The opening waits for the first text: a client that times it measures a token.
         self._opening = self._writer.openings(len(self._generation.choices))
-        if self._generation.request.begun:
+        if self._generation.request.sent:
             self._opening = b""
             for delta in self._generation.replayed:
                 self._writer.delta(delta)  # only what it remembers of it matters

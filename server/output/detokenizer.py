@@ -75,7 +75,7 @@ class Vocabulary:
         self.new_run: type[Utf8Run] | type[FallbackRun] = FallbackRun
         if kinds == ["ByteLevel"]:
             self.new_run = Utf8Run
-            spell = _spell_byte_level
+            spell: Callable[[str], str | bytes] = _spell_byte_level
         elif set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and _is_fused(kinds):
             spell = _sentencepiece_speller(parts)
             self.num_stripped = sum(part["start"] for part in parts if part["type"] == "Strip")

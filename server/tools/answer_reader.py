@@ -8,7 +8,8 @@ from penstock.server.output.parts import AnswerReader, Part, TextPart
 from penstock.server.output.reasoning import ReasoningSplitter, ReasoningState, make_splitter
 from penstock.server.structured.grammar import Calls, Content
 from penstock.server.tools.custom_input import CustomInputs
-from penstock.server.tools.parsers import ToolFormat, ToolParser
+from penstock.server.tools.parsers import ToolFormat
+from penstock.server.tools.parsers.base import ToolParser
 from penstock.server.tools.parsers.json_calls import JsonParser, NamedCallParser
 from penstock.server.tools.rules import CallRules
 

@@ -79,7 +79,7 @@ class ChatFormat:
 
 def _tool_format(template: str, flag: str | None) -> ToolFormat | None:
     if flag is not None:
-        return None if flag == NO_PARSER else ToolFormat(flag)
+        return next((form for form in ToolFormat if form == flag), None)
     found = (form for mark, form in _TEMPLATE_MARKS if mark in template)
     form = next(found, ToolFormat.JSON)
     if form is ToolFormat.DEEPSEEK_V31 and "```json" in template:

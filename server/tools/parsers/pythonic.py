@@ -16,7 +16,8 @@ class PythonicParser(LineParser):
     The arguments are Python, so each call is emitted as a whole once it is complete.
     """
 
-    _BEGINS, _ENDS = ("<|python_start|>",), ("<|python_end|>",)
+    _BEGINS: tuple[str, ...] = ("<|python_start|>",)
+    _ENDS: tuple[str, ...] = ("<|python_end|>",)
     _OPENERS = "["
     _call_text = ""
     _depth = 0

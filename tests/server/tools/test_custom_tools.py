@@ -137,7 +137,9 @@ def test_an_input_is_read_from_its_json_however_it_is_divided(
     inputs = CustomInputs(frozenset(("say",)))
     given: list[Part] = [CallStart(0, "id", "say")]
     given += [CallArguments(0, arguments[i : i + size]) for i in range(0, len(arguments), size)]
-    parts = [each for part in given for each in inputs.of([part])] + inputs.of([TextPart("!")])
+    parts = [each for part in given for each in inputs.rewritten([part])] + inputs.rewritten(
+        [TextPart("!")]
+    )
     expected: list[Part] = [CallStart(0, "id", "say", is_custom=True)]
     expected += [CallArguments(0, text, is_custom=True)] if text else []
     assert merged(parts) == [*expected, TextPart("!")]
