@@ -27,9 +27,8 @@ from penstock.engine.models.parts.embedding.config import Embedding
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.head.config import Head
 from penstock.engine.models.parts.layer import Layer
-from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
-from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, TensorTable, differences
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, NormKind, Part, TensorTable
 from penstock.engine.step.model_info import RoutedExperts
 
 logger = logging.getLogger(__name__)
@@ -93,8 +92,9 @@ class ModelConfig:
     @property
     def features(self) -> frozenset[str]:
         """In what its parts differ from Llama's, for people to read."""
-        neutral = {"is_wide": (False, "wide_norms"), "offset": (0.0, "norm_offset")}
-        found = set(differences(self.norm, neutral))
+        found = {"wide_norms"} if self.norm.is_wide else set()
+        if self.norm.offset:
+            found.add("norm_offset")
         if len({attention.heads for attention in self.attentions}) > 1:
             found.add("heads_by_layer")
         if len({attention.rope for attention in self.attentions}) > 1:
@@ -194,12 +194,12 @@ class ModelConfig:
     @property
     def recurrent(self) -> tuple[bool, ...]:
         """For each layer whether it has a recurrence."""
-        return tuple(layer.delta_net is not None for layer in self.layers)
+        return tuple(layer.is_recurrent for layer in self.layers)
 
     def kv_layout(self, max_model_len: int) -> KVLayout:
         num_recurrent = sum(self.recurrent)
-        net = next((layer.delta_net for layer in self.layers if layer.delta_net is not None), None)
-        state = None if net is None else net.state_shape(num_recurrent)
+        mixer = next((layer.mixer for layer in self.layers if layer.is_recurrent), None)
+        state = None if mixer is None else mixer.state_shape(num_recurrent)
         recurrent = self.recurrent if num_recurrent else ()
         return KVLayout.of(self.windows, max_model_len, recurrent, state)
 

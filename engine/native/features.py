@@ -7,16 +7,17 @@ import torch
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.parts.attention.config import Attention
-from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
-from penstock.engine.models.parts.norm.config import Norms, Scalar
+from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
 from penstock.engine.models.parts.tensors import Part
 from penstock.engine.native.packing import PATH
-from penstock.engine.native.parts import attention
 
+# The parts that it computes, and the features that it does not.
+_PARTS = {Attention, MLP, Experts, Norms, PerLayerInput}
+_LACKING = {"attention_gates", "shared_expert"}
 # coded_runs.h has room for so many codes of a head.
 _MAX_CODED_HEAD_DIM = 1024
 
@@ -40,16 +41,11 @@ def may_code_kv(config: ModelConfig) -> bool:
     return all(size % 4 == 0 and size <= _MAX_CODED_HEAD_DIM for size in head_dims)
 
 
-def _lacks(part: Part) -> tuple[str, ...]:
+def _lacks(part: Part) -> frozenset[str]:
     """Returns what of a part its C++ does not compute."""
-    if isinstance(part, Attention):
-        return attention.lacks(part)
-    if isinstance(part, DeltaNet):
-        return ("delta_net",)
-    if isinstance(part, Experts) and part.shared_size:
-        return ("shared_expert",)
-    is_known = type(part) in (MLP, Experts, Norms, PerLayerInput, Scalar)
-    return () if is_known else (type(part).__name__,)
+    if type(part) in _PARTS:
+        return part.features & _LACKING
+    return part.features or frozenset({type(part).__name__})
 
 
 def _shared_settings(layer: Layer) -> tuple[object, ...]:

@@ -1,5 +1,6 @@
 """Packs a model: see `Model` and `Layer` of structs.h."""
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure
@@ -61,14 +62,14 @@ def _pack_layer(
     packer: Packer, attention: AttentionPacker, index: int, layer: DecoderLayer
 ) -> Structure:
     packed = _LAYER(
-        **packer.norms(layer, "input_norm", "attended_norm", "mlp_norm", "active_norm"),
+        **packer.norms(layer.norms, "input_norm", "attended_norm", "mlp_norm", "active_norm"),
         attention=attention.layer(index),
-        scalar=1.0 if layer.scalar is None else float(layer.scalar),
+        scalar=1.0 if layer.norms.scalar is None else float(layer.norms.scalar),
     )
     if layer.mlp is not None:
         packed.mlp = pack_mlp(packer, layer.mlp)
     if layer.experts is not None:
-        packed.experts = pack_experts(packer, layer.experts, layer.mlp_norm)
+        packed.experts = pack_experts(packer, layer.experts, layer.norms.mlp_norm)
     if layer.per_layer_input is not None:
         packed.input = pack_input(packer, layer.per_layer_input)
     return packed
@@ -86,12 +87,6 @@ def _ranks(model: LlamaModel) -> Structure:
 
 def _linears(model: LlamaModel) -> Iterator[Linear]:
     yield model.lm_head
-    for layer in model.layers:
-        yield from (layer.attention.qkv, layer.attention.output)
-        for part in (layer.mlp, layer.experts):
-            if part is not None:
-                yield from (part.gate_up, part.down)
-        if layer.per_layer_input is not None:
-            yield from (layer.per_layer_input.gate, layer.per_layer_input.projection)
-    if model.per_layer_inputs is not None:
-        yield model.per_layer_inputs.projection
+    inputs = () if model.per_layer_inputs is None else (model.per_layer_inputs,)
+    for part in itertools.chain(inputs, *(layer.parts for layer in model.layers)):
+        yield from part.linears.values()

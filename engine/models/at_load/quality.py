@@ -131,7 +131,7 @@ class _OneByOne:
 
 def _logits(model: ModelConfig, weights: WeightSource, states: Tensor) -> Tensor:
     reader = PartReader(weights, PlainLinear, model.norm)
-    norm, output = reader.final_norm(model.head.vectors["norm"]), model.head.linears["output"]
+    norm, output = reader.vector(model.head.vectors["norm"]), model.head.linears["output"]
     shape = output.shape
     if not model.head.is_tied:
         head = reader.linear(output)

@@ -12,7 +12,8 @@ the MLP, and rank 0 gathers the columns of the logits. Of several stages, all bu
 with the states that they have received.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,26 +38,64 @@ from penstock.engine.models.parts.attention.gpu import FusedAttention
 from penstock.engine.models.parts.attention.rotary import Angles
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.gpu import FusedDeltaNet
-from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.embedding.layer import multiplier
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts, FusedSharedExpert
-from penstock.engine.models.parts.experts.layer import BesideMLP
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
-from penstock.engine.models.parts.mlp.gpu import FusedMLP
-from penstock.engine.models.parts.norm.config import Norms, Scalar
+from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
 from penstock.engine.models.parts.per_layer_inputs.gpu import (
     FusedPerLayerInput,
     FusedPerLayerInputs,
 )
-from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.models.parts.tensors import Part, Stack
 from penstock.engine.ranks.device_pipeline import DevicePipeline
 from penstock.engine.step.device_step import AdapterTiles, DeviceStep
 
+
+class FusedMixer(Protocol):
+    """What mixes a layer's tokens. It waits for nothing."""
+
+    @property
+    def projections(self) -> list[FusedLinear]:
+        """The products of a layer's states that it reads; adapters change the first."""
+        ...
+
+    @property
+    def output(self) -> FusedLinear:
+        """The product of what it gives."""
+        ...
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of what it writes for a token."""
+        ...
+
+    def __call__(
+        self,
+        projected: list[Tensor],
+        index: int,
+        step: DeviceStep,
+        pool: LayerPools,
+        attention: DeviceAttention,
+        out: Tensor,
+    ) -> Tensor:
+        """Returns the output product's input, (T, columns), in the memory of out, (T, *out_shape).
+
+        projected: what the projections give. index: which layer it is. step: as the layer's group
+        sees it.
+        """
+        ...
+
+
+# By the settings of what mixes a layer's tokens; made from its layer and the angles of its heads.
+_MIXERS: Mapping[type[Part], Callable[[Any, Angles | None], FusedMixer]] = {
+    Attention: FusedAttention,
+    DeltaNet: FusedDeltaNet,
+}
 # The parts that it computes.
-_PARTS = {Attention, DeltaNet, MLP, Experts, Norms, PerLayerInput, Scalar}
+_PARTS = {*_MIXERS, MLP, Experts, Norms, PerLayerInput}
 
 
 def check_parts(config: ModelConfig) -> None:
@@ -68,7 +107,7 @@ def check_parts(config: ModelConfig) -> None:
 
 def _fuses(layer: Layer) -> bool:
     """Whether nothing comes between the products that a step of few tokens fuses."""
-    others = (layer.experts, layer.per_layer_input, layer.scalar)
+    others = (layer.experts, layer.per_layer_input, layer.norms.has_scalar)
     is_plain = layer.attention is None or not layer.attention.norms_whole
     has_norms = layer.norms.pre and not layer.norms.post
     is_silu = layer.mlp is not None and not layer.mlp.activation.is_gelu
@@ -80,32 +119,20 @@ class _FusedLayer:
 
     def __init__(self, layer: DecoderLayer, angles: Angles | None) -> None:
         """angles: None where it has no attention. Raises UnsupportedWeightFormat."""
-        self.weights = layer
-        self.mixer: FusedAttention | FusedDeltaNet
-        if isinstance(layer.mixer, DeltaNetLayer):
-            self.mixer = FusedDeltaNet(layer.mixer)
-        else:
-            assert angles is not None, layer.config
-            self.mixer = FusedAttention(layer.mixer, angles)
-        self.mlp = None if layer.mlp is None else FusedMLP(layer.mlp)
-        self.experts: FusedExperts | None = None
-        self.shared: FusedSharedExpert | None = None
-        self.beside: BesideMLP | None = None
-        if (of := layer.experts) is not None:
-            self.beside = of.beside
-            factors = None if of.beside is None else of.beside.factors
-            self.experts = FusedExperts(of.config, of.router, of.gate_up, of.down, factors)
-            self.shared = None if of.shared is None else FusedSharedExpert(of.shared)
+        self.norms = layer.norms
+        self.mixer = _MIXERS[type(layer.config.mixer)](layer.mixer, angles)
+        self.mlp = layer.mlp
+        if layer.mlp is not None:
+            self.gate_up = FUSED_LINEARS.of(layer.mlp.gate_up)
+            self.down = FUSED_LINEARS.of(layer.mlp.down)
+        self.experts = layer.experts
+        if (experts := layer.experts) is not None:
+            linears = (experts.router, experts.gate_up, experts.down)
+            self.routed = FusedExperts(experts.config, *linears, experts.factors)
+            if experts.config.shared_size:
+                self.shared = FusedSharedExpert(experts)
         own = layer.per_layer_input
         self.per_layer_input = None if own is None else FusedPerLayerInput(own)
-
-
-class _Mixed(NamedTuple):
-    """What attention gives, (T, num_heads, head_dim), by the head_dim; and what a recurrence, (T,
-    values); None where no layer has one."""
-
-    attended: dict[int, Tensor]
-    recurred: Tensor | None
 
 
 class FusedModel:
@@ -248,76 +275,75 @@ class FusedModel:
         rms_norm(states, self._model.norm, self._model.config.norm.eps, normed)
         return normed
 
-    def _mixed(self, step: DeviceStep, residual: Tensor) -> _Mixed:
-        """What every layer's attention or recurrence writes to.
+    def _mixed(self, step: DeviceStep, residual: Tensor) -> dict[tuple[int, ...], Tensor]:
+        """Returns what the mixers of all layers write to, by their `out_shape`.
 
         Tokens that only pad a graph belong to no row, so nothing is written for them, and they stay
         zeros. One buffer for all layers: zeroed in each, it would be an operation between two
         kernels that may overlap.
         """
-        config, num_tokens = self._model.config, len(residual)
         make = residual.new_empty if step.decode_lens is None else residual.new_zeros
-        head_dims = {attention.head_dim for attention in config.attentions}
-        nets = [layer.delta_net for layer in config.layers if layer.delta_net is not None]
-        return _Mixed(
-            {size: make((num_tokens, config.num_heads, size)) for size in sorted(head_dims)},
-            make((num_tokens, nets[0].num_values)) if nets else None,
-        )
+        shapes = {layer.mixer.out_shape for layer in self._layers}
+        return {shape: make((len(residual), *shape)) for shape in sorted(shapes)}
 
-    def _fused(self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed) -> None:
+    def _fused(
+        self, steps: list[DeviceStep], residual: Tensor, mixed: dict[tuple[int, ...], Tensor]
+    ) -> None:
         eps = self._model.config.norm.eps
         # The sum over all ranks must have what was there before once.
         group = self._model.group
         before = residual if group is None or group.rank == 0 else None
         for index, layer in enumerate(self._layers):
-            mixer, norm = layer.mixer, layer.weights.input_norm
-            projected = residual.new_empty(len(residual), mixer.qkv.out_features)
-            mixer.qkv.few(residual, projected, norm=norm, eps=eps)
-            gates = None
-            if isinstance(mixer, FusedDeltaNet):
-                gates = residual.new_empty(len(residual), mixer.gates.out_features)
-                mixer.gates.few(residual, gates, norm=norm, eps=eps)
-            flat = self._mix(index, mixer, projected, gates, steps, mixed)
-            mixer.output.few(flat, residual, residual=before)
+            projected = []
+            for linear in layer.mixer.projections:
+                projected.append(residual.new_empty(len(residual), linear.out_features))
+                linear.few(residual, projected[-1], norm=layer.norms.input_norm, eps=eps)
+            flat = self._mix(index, layer.mixer, projected, steps, mixed)
+            layer.mixer.output.few(flat, residual, residual=before)
             self._summed(residual)
             assert layer.mlp is not None, index
-            active = residual.new_empty(len(residual), layer.mlp.size)
-            layer.mlp.gate_up.few_gated(residual, active, norm=layer.weights.mlp_norm, eps=eps)
-            layer.mlp.down.few(active, residual, residual=before)
+            active = residual.new_empty(len(residual), layer.mlp.config.size)
+            layer.gate_up.few_gated(residual, active, norm=layer.norms.mlp_norm, eps=eps)
+            layer.down.few(active, residual, residual=before)
             self._summed(residual)
 
     def _one_by_one(
-        self, steps: list[DeviceStep], residual: Tensor, mixed: _Mixed, inputs: Tensor | None
+        self,
+        steps: list[DeviceStep],
+        residual: Tensor,
+        mixed: dict[tuple[int, ...], Tensor],
+        inputs: Tensor | None,
     ) -> None:
         """inputs: as `FusedPerLayerInputs` gives them."""
         layers, eps, tiles = self._layers, self._model.config.norm.eps, steps[0].adapters
-        first = layers[0].weights.input_norm
+        first = layers[0].norms.input_norm
         # What the products read: without norms before them, the residual stream.
         normed = residual if first is None else torch.empty_like(residual)
         if first is not None:
             rms_norm(residual, first, eps, normed)
         for index, layer in enumerate(layers):
-            weights, mixer = layer.weights, layer.mixer
-            projected = self._adapted(index, Stack.QKV, mixer.qkv, normed, tiles)
-            gates = product(mixer.gates, normed) if isinstance(mixer, FusedDeltaNet) else None
-            flat = self._mix(index, mixer, projected, gates, steps, mixed)
+            norms, mixer = layer.norms, layer.mixer
+            qkv, *others = mixer.projections
+            projected = [self._adapted(index, Stack.QKV, qkv, normed, tiles)]
+            projected += [product(linear, normed) for linear in others]
+            flat = self._mix(index, mixer, projected, steps, mixed)
             change = self._adapted(index, Stack.OUTPUT, mixer.output, flat, tiles)
             self._summed(change)
-            post = weights.attended_norm
-            add_rms_norm(change, residual, weights.mlp_norm, eps, normed, post=post)
+            post = norms.attended_norm
+            add_rms_norm(change, residual, norms.mlp_norm, eps, normed, post=post)
             change = self._through_mlp(index, layer, residual, normed, tiles)
-            post = weights.active_norm
+            post = norms.active_norm
             if inputs is not None and layer.per_layer_input is not None:
                 add_rms_norm(change, residual, None, eps, normed, post=post)
                 change = layer.per_layer_input(index, residual, inputs)
                 post = layer.per_layer_input.norm
             is_last = index + 1 == len(layers)
-            following = None if is_last else layers[index + 1].weights.input_norm
-            if following is None and post is None and weights.scalar is None:
+            following = None if is_last else layers[index + 1].norms.input_norm
+            if following is None and post is None and norms.scalar is None:
                 residual += change
             else:
                 add_rms_norm(
-                    change, residual, following, eps, normed, post=post, scalar=weights.scalar
+                    change, residual, following, eps, normed, post=post, scalar=norms.scalar
                 )
 
     def _through_mlp(
@@ -330,24 +356,23 @@ class FusedModel:
     ) -> Tensor:
         """What the MLP, the experts, or both make of a layer's states, on all ranks together.
         normed: after their norm."""
-        mlp, experts, beside = layer.mlp, layer.experts, layer.beside
+        mlp, beside, eps = layer.mlp, layer.experts, self._model.config.norm.eps
         if mlp is None:
-            assert experts is not None, index
-            change = experts(normed)
-            if layer.shared is not None:
+            assert layer.experts is not None, index
+            change = layer.routed(normed)
+            if layer.experts.config.shared_size:
                 layer.shared.add(normed, change)
             return self._summed(change)
-        both = self._adapted(index, Stack.GATE_UP, mlp.gate_up, normed, tiles)
+        both = self._adapted(index, Stack.GATE_UP, layer.gate_up, normed, tiles)
         active = both.new_empty(len(both), both.shape[1] // 2)
-        silu_mul(both, active, is_gelu=mlp.is_gelu)
-        change = self._adapted(index, Stack.DOWN, mlp.down, active, tiles)
-        if beside is None or experts is None:
+        silu_mul(both, active, is_gelu=mlp.config.activation.is_gelu)
+        change = self._adapted(index, Stack.DOWN, layer.down, active, tiles)
+        if beside is None:
             return self._summed(change)
-        eps = self._model.config.norm.eps
         routed, x = torch.empty_like(residual), torch.empty_like(residual)
         rms_norm(residual, beside.router_norm, eps, routed)
         rms_norm(residual, beside.input_norm, eps, x)
-        given = experts(x, routed)
+        given = layer.routed(x, routed)
         if self._model.group is not None:  # one sum for both
             change, given = self._summed(torch.stack((change, given)))
         rms_norm(change, beside.mlp_norm, eps, change)
@@ -367,18 +392,12 @@ class FusedModel:
     def _mix(
         self,
         index: int,
-        mixer: FusedAttention | FusedDeltaNet,
-        projected: Tensor,
-        gates: Tensor | None,
+        mixer: FusedMixer,
+        projected: list[Tensor],
         steps: list[DeviceStep],
-        mixed: _Mixed,
+        mixed: dict[tuple[int, ...], Tensor],
     ) -> Tensor:
         """What the output product reads, in a buffer of `mixed`. steps: the step, as each group of
-        layers sees it. gates: of a delta net."""
-        step = steps[self._pool.group_of(index)]
-        if isinstance(mixer, FusedAttention):
-            out = mixed.attended[mixer.head_dim]
-            return mixer(projected, self._attention, self._pool.layer(index), step, out)
-        assert mixed.recurred is not None and gates is not None, index
-        mixer(projected, gates, step, *self._pool.states(index), mixed.recurred)
-        return mixed.recurred
+        layers sees it."""
+        step, out = steps[self._pool.group_of(index)], mixed[mixer.out_shape]
+        return mixer(projected, index, step, self._pool, self._attention, out)

@@ -5,19 +5,20 @@ attention distinguishes them. The output layer gets only the rows that sample, a
 whose logprobs were requested.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.attention.protocol import Attention
+from penstock.engine.kernels.attention.protocol import Attention as Backend
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.config import LAYER, ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage, num_passed
-from penstock.engine.models.layers.linear import Linear, MakeLinear, PlainLinear, tensor_bytes
+from penstock.engine.models.layers.linear import Linear, MakeLinear, PlainLinear
+from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.layer import AttentionLayer
 from penstock.engine.models.parts.attention.rotary import RotaryTables
 from penstock.engine.models.parts.delta_net.config import DeltaNet
@@ -33,15 +34,22 @@ from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.head.layer import scaled_logits
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.layer import MLPLayer
-from penstock.engine.models.parts.norm.layer import normed, rms_norm
+from penstock.engine.models.parts.norm.layer import NormsLayer, normed, rms_norm
 from penstock.engine.models.parts.per_layer_inputs.layer import (
     PerLayerInputLayer,
     PerLayerInputsTable,
 )
-from penstock.engine.models.parts.reader import PartReader, WeightSource, summed
+from penstock.engine.models.parts.reader import PartLayer, PartReader, WeightSource, summed
+from penstock.engine.models.parts.tensors import Part
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.step.model_input import ModelInput
+
+# By the settings of what mixes a layer's tokens.
+_MIXERS: dict[type[Part], Callable[[Any, PartReader], AttentionLayer | DeltaNetLayer]] = {
+    Attention: AttentionLayer,
+    DeltaNet: DeltaNetLayer,
+}
 
 
 class Model(Protocol):
@@ -64,32 +72,25 @@ class Model(Protocol):
 
 
 class DecoderLayer:
-    """One layer's parts, with their weights.
+    """One layer's parts, with their weights. group: of ranks whose outputs of the mixer and of the
+    MLP add up to the layer's."""
 
-    Norms are None where the family has none. input_norm and mlp_norm are of what mixer and MLP
-    read; attended_norm and active_norm of what they give, before it is added. group: of ranks whose
-    outputs of the mixer and of the MLP add up to the layer's. scalar: multiplies what the layer
-    gives, (1,), or None.
-    """
-
-    def __init__(self, config: Layer, reader: PartReader, group: Group | None = None) -> None:
+    def __init__(self, config: Layer, reader: PartReader) -> None:
         self.config = config
-        self.eps = reader.eps
-        self.group = group
-        norms = {name: reader.norm(spec) for name, spec in config.norms.vectors.items()}
-        self.input_norm, self.mlp_norm = norms.get("input"), norms.get("mlp")
-        self.attended_norm, self.active_norm = norms.get("attended"), norms.get("active")
-        self.mixer: AttentionLayer | DeltaNetLayer
-        if isinstance(config.mixer, DeltaNet):
-            self.mixer = DeltaNetLayer(config.mixer, reader)
-        else:
-            self.mixer = AttentionLayer(config.mixer, reader, group)
-        mlp, experts, own = config.mlp, config.experts, config.per_layer_input
-        self.mlp = None if mlp is None else MLPLayer(mlp, reader)
-        self.experts = None if experts is None else ExpertsLayer(experts, reader, group)
-        self.per_layer_input = None if own is None else PerLayerInputLayer(own, reader)
-        scalar = config.scalar
-        self.scalar = None if scalar is None else reader.vector(scalar.vectors["scalar"])
+        self.eps, self.group = reader.eps, reader.group
+        self.norms = NormsLayer(config.norms, reader)
+        self.mixer: AttentionLayer | DeltaNetLayer = _MIXERS[type(config.mixer)](
+            config.mixer, reader
+        )
+        self.mlp = MLPLayer.read(config.mlp, reader)
+        self.experts = ExpertsLayer.read(config.experts, reader)
+        self.per_layer_input = PerLayerInputLayer.read(config.per_layer_input, reader)
+
+    @property
+    def parts(self) -> list[PartLayer[Any]]:
+        """Those that it has, in the order of `Layer.parts`."""
+        parts = (self.norms, self.mixer, self.mlp, self.experts, self.per_layer_input)
+        return [part for part in parts if part is not None]
 
     @property
     def attention(self) -> AttentionLayer:
@@ -97,22 +98,9 @@ class DecoderLayer:
         assert isinstance(self.mixer, AttentionLayer), self.config
         return self.mixer
 
-    @property
-    def num_bytes(self) -> int:
-        """Without the experts that a router chooses from."""
-        norms = (self.input_norm, self.attended_norm, self.mlp_norm, self.active_norm)
-        parts = (self.mixer, self.mlp, self.experts, self.per_layer_input)
-        of_parts = sum(part.num_bytes for part in parts if part is not None)
-        return of_parts + tensor_bytes(*norms, self.scalar)
-
-    @property
-    def expert_bytes(self) -> int:
-        """The bytes of the experts that a router chooses from."""
-        return 0 if self.experts is None else self.experts.expert_bytes
-
     def normed(self, residual: Tensor) -> Tensor:
         """What the mixer reads: (T, hidden_size)."""
-        return normed(residual, self.input_norm, self.eps)
+        return normed(residual, self.norms.input_norm, self.eps)
 
     def go_on(
         self, index: int, residual: Tensor, mixed: Tensor, step: ModelInput, inputs: Tensor | None
@@ -123,8 +111,8 @@ class DecoderLayer:
         its own of each token, (T, size), where the model has any.
         """
         mixed = summed(self.group, mixed)
-        residual = residual + normed(mixed, self.attended_norm, self.eps)
-        x = normed(residual, self.mlp_norm, self.eps)
+        residual = residual + normed(mixed, self.norms.attended_norm, self.eps)
+        x = normed(residual, self.norms.mlp_norm, self.eps)
         if self.mlp is None:
             assert self.experts is not None, "a layer has an MLP or experts"
             change = summed(self.group, self.experts(x))
@@ -134,11 +122,12 @@ class DecoderLayer:
                 change = summed(self.group, change)
             else:
                 change = self.experts.with_mlp(residual, change)
-        residual = residual + normed(change, self.active_norm, self.eps)
+        residual = residual + normed(change, self.norms.active_norm, self.eps)
         if self.per_layer_input is not None:
             assert inputs is not None, "the model makes the layers' inputs"
             residual = residual + self.per_layer_input(residual, inputs)
-        return residual if self.scalar is None else residual * self.scalar
+        scalar = self.norms.scalar
+        return residual if scalar is None else residual * scalar
 
 
 def read_layer(
@@ -148,8 +137,8 @@ def read_layer(
     index: int,
     group: Group | None = None,
 ) -> DecoderLayer:
-    reader = PartReader(weights, make_linear, config.norm, f"{LAYER}{index}.")
-    return DecoderLayer(config.layers[index], reader, group)
+    reader = PartReader(weights, make_linear, config.norm, f"{LAYER}{index}.", group)
+    return DecoderLayer(config.layers[index], reader)
 
 
 class LlamaModel:
@@ -163,7 +152,7 @@ class LlamaModel:
         config: ModelConfig,
         weights: WeightSource,
         make_linear: MakeLinear,
-        attention: Attention,
+        attention: Backend,
         *,
         max_model_len: int,
         device: torch.device,
@@ -201,17 +190,17 @@ class LlamaModel:
             self.layers = list(layers)
         self.norm = torch.empty(0, dtype=dtype, device=device)
         if is_last:
-            self.norm = reader.final_norm(config.head.vectors["norm"])
+            self.norm = reader.vector(config.head.vectors["norm"])
         self.per_layer_inputs: PerLayerInputsTable | None = None
+        parts = [part for layer in self.layers for part in layer.parts]
         if (inputs := config.per_layer_inputs) is not None:
             self.per_layer_inputs = PerLayerInputsTable(inputs, reader, maps_table=maps_tables)
+            parts.append(self.per_layer_inputs)
         self.lm_head = self._output_layer(reader, is_last=is_last)
-        layer_bytes = sum(layer.num_bytes for layer in self.layers)
         # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
-        self.step_weight_bytes = layer_bytes + self.norm.nbytes + self.lm_head.num_bytes
-        if self.per_layer_inputs is not None:
-            self.step_weight_bytes += self.per_layer_inputs.num_bytes
-        self.expert_bytes = sum(layer.expert_bytes for layer in self.layers)
+        ends = self.norm.nbytes + self.lm_head.num_bytes
+        self.step_weight_bytes = ends + sum(part.num_bytes for part in parts)
+        self.expert_bytes = sum(part.expert_bytes for part in parts)
         self.rotary = RotaryTables(
             [layer.attention for layer in config.layers], max_model_len, device
         )

@@ -35,10 +35,10 @@ from penstock.engine.models.parts.attention.windows import (
     qwen,
     unless_off,
 )
-from penstock.engine.models.parts.delta_net.config import read_delta_net
+from penstock.engine.models.parts.delta_net.config import read_delta_nets
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, read_experts
 from penstock.engine.models.parts.mlp.config import Activation
-from penstock.engine.models.parts.norm.config import NormKind
+from penstock.engine.models.parts.tensors import NormKind
 
 # ---- Qwen ---------------------------------------------------------------------------------------
 
@@ -95,7 +95,6 @@ def _qwen3_5(fields: Fields) -> Design:
         raise fields.wrong("attn_output_gate", "true", False)
     # The type in which other programs keep the states; here it is float32.
     fields.get("mamba_ssm_dtype")
-    delta_net, have_delta_net = read_delta_net(fields)
     return Design(
         attention={
             "qkv_bias": has_bias,
@@ -104,8 +103,7 @@ def _qwen3_5(fields: Fields) -> Design:
             "has_gates": True,
         },
         norm=_OFFSET_NORM,
-        delta_net=delta_net,
-        have_delta_net=have_delta_net,
+        mixers=read_delta_nets(fields),
     )
 
 

@@ -25,8 +25,8 @@ from penstock.engine.models.parts.attention.windows import (
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import Activation
-from penstock.engine.models.parts.norm.config import NormKind
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
+from penstock.engine.models.parts.tensors import NormKind
 
 UNIFIED_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2304,
@@ -103,11 +103,10 @@ def design(fields: Fields) -> Design:
             "scale": 1.0,
             "norms_values": True,
         },
-        norms={"post": True},
+        norms={"post": True, "has_scalar": True},
         norm=NormKind(eps=0.0, is_wide=True),
         experts=_experts(fields),
         per_layer_inputs=_per_layer_inputs(fields, num_layers),
-        has_scalars=True,
         by_layer=by_layer,
         embedding_multiplier=math.sqrt(fields.count("hidden_size")),
         logit_softcap=fields.number("final_logit_softcapping") if softcap else None,

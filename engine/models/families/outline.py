@@ -10,12 +10,12 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings
 from penstock.engine.models.parts.attention.windows import Windows, no_window
-from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP, Activation
-from penstock.engine.models.parts.norm.config import NormKind, Norms, Scalar
+from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput, PerLayerInputs
+from penstock.engine.models.parts.tensors import NormKind, Part
 
 # Far more than any model has: absurd sizes are refused before anything is allocated for them.
 _MAX_LAYERS = 10_000
@@ -31,10 +31,11 @@ _NORM = NormKind(eps=0.0)
 class Design:
     """In what the layers of a family differ from Llama's, by config.json.
 
-    attention, mlp, norms: fields of these parts, the same in all layers. experts, delta_net: what
-    layers have in place of an MLP or of attention, or beside it; which ones, are have_experts and
-    have_delta_net, None for all. per_layer_inputs: None without. by_layer: gives a layer as it is,
-    from its number and what it would be. norm: without its eps, where config.json has that.
+    attention, mlp, norms: fields of these parts, the same in all layers. experts: what layers have
+    in place of an MLP, or beside it; which ones, is have_experts, None for all. mixers: for each
+    layer what it has in place of attention, or None; empty where all have attention.
+    per_layer_inputs: None without. by_layer: gives a layer as it is, from its number and what it
+    would be. norm: without its eps, where config.json has that.
     """
 
     attention: Settings = field(default_factory=dict)
@@ -43,14 +44,15 @@ class Design:
     norm: NormKind = _NORM
     experts: Experts | None = None
     have_experts: tuple[bool, ...] | None = None
-    delta_net: DeltaNet | None = None
-    have_delta_net: tuple[bool, ...] | None = None
+    mixers: tuple[Part | None, ...] = ()
     per_layer_inputs: PerLayerInputs | None = None
-    has_scalars: bool = False
     by_layer: Callable[[int, Layer], Layer] | None = None
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+
+    def has_experts(self, index: int) -> bool:
+        return self.experts is not None and (self.have_experts is None or self.have_experts[index])
 
     def with_attention(self, **settings: Any) -> "Design":
         return replace(self, attention={**self.attention, **settings})
@@ -158,57 +160,47 @@ class Outline:
         windows = family.windows(self.fields, self.num_layers)
         ropes = family.ropes(self.fields, Head(dim=self.head_dim, windows=windows))
         layer_ropes = ropes.by_layer or (ropes.rope,) * self.num_layers
-        attention = {**ropes.attention, **design.attention}
-        if is_number(attention.get("scale"), self.head_dim**-0.5):
-            del attention["scale"]
-        mlp, own = self._mlp(design, family), None
+        mixers = design.mixers or (None,) * self.num_layers
+        settings = {**ropes.attention, **design.attention}
+        if is_number(settings.get("scale"), self.head_dim**-0.5):
+            del settings["scale"]
+        attention = Attention(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=None,
+            rope=None,
+            is_fused=family.has_fused_names,
+            **settings,
+        )
+        plain = self._plain_layer(design, family, attention)
+        kinds: dict[Layer, Layer] = {}  # equal layers are one object
+        layers = []
+        for index in range(self.num_layers):
+            own = replace(attention, window=windows[index], rope=layer_ropes[index])
+            layer = replace(plain, mixer=mixers[index] or own)
+            if design.has_experts(index):
+                mlp = plain.mlp if design.experts and design.experts.is_beside_mlp else None
+                layer = replace(layer, experts=design.experts, mlp=mlp)
+            layer = layer if design.by_layer is None else design.by_layer(index, layer)
+            layers.append(kinds.setdefault(layer, layer))
+        return tuple(layers), ropes.rope
+
+    def _plain_layer(self, design: Design, family: Family, attention: Attention) -> Layer:
+        """A layer without experts. It has no MLP where none has one, and config.json gives no size
+        of it."""
+        own, mlp, fields = None, None, self.fields
         if (inputs := design.per_layer_inputs) is not None:
             own = PerLayerInput(hidden_size=self.hidden_size, size=inputs.size)
-        kinds: dict[object, Layer] = {}  # equal layers are one object
-
-        def layer(index: int) -> Layer:
-            window, rope = windows[index], layer_ropes[index]
-            is_recurrent = _has(design.delta_net, design.have_delta_net, index)
-            has_experts = _has(design.experts, design.have_experts, index)
-            experts = design.experts if has_experts else None
-            mixer: Attention | DeltaNet | None = design.delta_net if is_recurrent else None
-            found = Layer(
-                norms=Norms(hidden_size=self.hidden_size, **design.norms),
-                mixer=mixer
-                or Attention(
-                    hidden_size=self.hidden_size,
-                    num_heads=self.num_heads,
-                    num_kv_heads=self.num_kv_heads,
-                    head_dim=self.head_dim,
-                    window=window,
-                    rope=rope,
-                    is_fused=family.has_fused_names,
-                    **attention,
-                ),
-                mlp=mlp if experts is None or experts.is_beside_mlp else None,
-                experts=experts,
-                per_layer_input=own,
-                scalar=Scalar() if design.has_scalars else None,
+        have_all = all(map(design.has_experts, range(self.num_layers)))
+        if not have_all or fields.get("intermediate_size") is not None:
+            mlp = MLP(
+                hidden_size=self.hidden_size,
+                size=fields.count("intermediate_size", most=MAX_WIDTH),
+                activation=Activation(is_gelu=family.activation == "gelu_tanh"),
+                is_fused=family.has_fused_names,
+                **design.mlp,
             )
-            found = found if design.by_layer is None else design.by_layer(index, found)
-            return kinds.setdefault(found, found)
-
-        return tuple(map(layer, range(self.num_layers))), ropes.rope
-
-    def _mlp(self, design: Design, family: Family) -> MLP | None:
-        """None where no layer has one, and config.json gives no size of it."""
-        experts, fields = design.experts, self.fields
-        are_all = experts is not None and (design.have_experts is None or all(design.have_experts))
-        if are_all and fields.get("intermediate_size") is None:
-            return None
-        return MLP(
-            hidden_size=self.hidden_size,
-            size=fields.count("intermediate_size", most=MAX_WIDTH),
-            activation=Activation(is_gelu=family.activation == "gelu_tanh"),
-            is_fused=family.has_fused_names,
-            **design.mlp,
-        )
-
-
-def _has(part: object, have: tuple[bool, ...] | None, index: int) -> bool:
-    return part is not None and (have is None or have[index])
+        norms = Norms(hidden_size=self.hidden_size, **design.norms)
+        return Layer(norms=norms, mixer=attention, mlp=mlp, per_layer_input=own)

@@ -1,18 +1,19 @@
-"""`PartReader` reads the tensors that a part declares from a `WeightSource`."""
+"""`PartReader` reads the tensors that a part declares from a `WeightSource`, and `PartLayer` has
+them."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers.linear import Linear, MakeLinear
-from penstock.engine.models.parts.norm.config import NormKind
-from penstock.engine.models.parts.tensors import LinearSpec, VectorSpec
+from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes
+from penstock.engine.models.parts.tensors import LinearSpec, NormKind, Part, VectorSpec
 from penstock.engine.ranks.group import Group
 
 # Allocates the memory that a weight is read into, on the device and in the type of its choice.
 Empty = Callable[[tuple[int, ...]], Tensor]
+Settings = TypeVar("Settings", bound=Part)
 
 
 class WeightSource(Protocol):
@@ -35,19 +36,23 @@ class WeightSource(Protocol):
 
 class PartReader:
     """prefix: of the names of a layer's tensors; empty outside of layers. norm: of the model's.
-    make_linear: makes the linear layers whose weights are plain."""
+    make_linear: makes the linear layers whose weights are plain. group: of ranks that have other
+    parts of the same layers."""
 
     def __init__(
-        self, weights: WeightSource, make_linear: MakeLinear, norm: NormKind, prefix: str = ""
+        self,
+        weights: WeightSource,
+        make_linear: MakeLinear,
+        norm: NormKind,
+        prefix: str = "",
+        group: Group | None = None,
     ) -> None:
         self.weights = weights
         self.make_linear = make_linear
-        self.norm_kind = norm
+        self.group = group
+        self.eps = norm.eps
+        self._norm = norm
         self._prefix = prefix
-
-    @property
-    def eps(self) -> float:
-        return self.norm_kind.eps
 
     def linear(self, spec: LinearSpec) -> Linear:
         """Every linear layer is read here, but an output layer that is tied to the embedding."""
@@ -63,19 +68,51 @@ class PartReader:
         return self.make_linear(weight, bias)
 
     def vector(self, spec: VectorSpec) -> Tensor:
-        return self.weights.read(spec.shape, self._prefix + spec.name)
+        vector = self.weights.read(spec.shape, self._prefix + spec.name)
+        if spec.is_norm:
+            return vector.float() + self._norm.offset if self._norm.is_wide else vector
+        return vector.float() if spec.is_wide else vector
 
-    def wide(self, spec: VectorSpec) -> Tensor:
-        """A vector that is computed with in float32, whatever the type of the model."""
-        return self.vector(spec).float()
 
-    def norm(self, spec: VectorSpec | None) -> Tensor | None:
-        """The weight of a norm, where there is one."""
-        return None if spec is None else self.final_norm(spec)
+class PartLayer(Generic[Settings]):
+    """A part with its weights: it has each of the linear layers and vectors that its settings
+    declare as an attribute of that name. group: see `PartReader`."""
 
-    def final_norm(self, spec: VectorSpec) -> Tensor:
-        weight = self.vector(spec)
-        return weight.float() + self.norm_kind.offset if self.norm_kind.is_wide else weight
+    def __init__(self, config: Settings, reader: PartReader) -> None:
+        self.config = config
+        self.eps, self.group = reader.eps, reader.group
+        for name, linear in config.linears.items():
+            setattr(self, name, reader.linear(linear))
+        for name, vector in config.vectors.items():
+            setattr(self, name, reader.vector(vector))
+
+    @classmethod
+    def read(cls, config: Settings | None, reader: PartReader) -> Self | None:
+        """Returns None where a layer has no such part."""
+        return None if config is None else cls(config, reader)
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        return {name: getattr(self, name) for name in self.config.linears}
+
+    @property
+    def num_bytes(self) -> int:
+        """Without the experts that a router chooses from."""
+        vectors = tensor_bytes(*(getattr(self, name) for name in self.config.vectors))
+        return vectors + self._linear_bytes(are_routed=False)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The bytes of the experts that a router chooses from."""
+        return self._linear_bytes(are_routed=True)
+
+    def _linear_bytes(self, *, are_routed: bool) -> int:
+        specs, linears = self.config.linears, self.linears
+        return sum(
+            linear.num_bytes
+            for name, linear in linears.items()
+            if (specs[name].num_used is not None) is are_routed
+        )
 
 
 def summed(group: Group | None, tensor: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol, Self
+from typing import ClassVar, Self
+
+from penstock.engine.memory.pool.state_shape import StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Axis:
         return Span(self.size, first, first + own)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MatrixSpec:
     """Matrices of a checkpoint that are alike, (rows, columns) each.
 
@@ -90,6 +92,11 @@ class MatrixSpec:
     @property
     def shape(self) -> tuple[int, int]:
         return self.num_rows, self.columns.size
+
+
+def matrix(name: str, rows: Axis, columns: Axis, gguf: str | None = None) -> MatrixSpec:
+    """Returns one matrix that is not fused of several."""
+    return MatrixSpec((name,), (rows,), columns, () if gguf is None else (gguf,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +139,31 @@ class LinearSpec:
         return rows * columns * self.num_used // len(self.names)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormKind:
+    """How all norms of a model are computed. offset: added to the weight, which is then, as where
+    is_wide, multiplied in float32."""
+
+    eps: float = 1e-6
+    is_wide: bool = False
+    offset: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class VectorSpec:
     """A tensor that is no matrix: a norm, a scale, taps.
 
     name: within the layer, in full. rows: as of `MatrixSpec`. others: its further dimensions.
+    is_norm: whether it is computed with as the model's `NormKind` says; else in float32 if is_wide,
+    or in the type of the model.
     """
 
     name: str
     rows: tuple[Axis, ...]
     others: tuple[int, ...] = ()
     gguf: str | None = None
+    is_norm: bool = False
+    is_wide: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,23 +174,44 @@ class VectorSpec:
         return prod(self.shape)
 
 
-class Part(Protocol):
-    """A part of a layer, or of the model: what its tensors are, and what ranks have of it."""
+class Part:
+    """A part of a layer, or of the model: the base of its settings, which are a frozen dataclass.
+
+    LLAMA: each field in which it may differ from Llama's, the value that Llama has, and the word of
+    docs/families.md for others.
+    """
+
+    __slots__ = ()
+    LLAMA: ClassVar[tuple[tuple[str, object, str], ...]] = ()
 
     @property
-    def linears(self) -> Mapping[str, LinearSpec]: ...
+    def linears(self) -> Mapping[str, LinearSpec]:
+        """Its linear layers, each by the name of the attribute that has it once it is read."""
+        return {}
 
     @property
-    def vectors(self) -> Mapping[str, VectorSpec]: ...
+    def vectors(self) -> Mapping[str, VectorSpec]:
+        """Its other tensors, by name likewise."""
+        return {}
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of so many ranks has of it."""
-        ...
+        """Returns the part that each of so many ranks has."""
+        return self
 
     @property
     def features(self) -> frozenset[str]:
-        """In what it differs from Llama's, by the words of docs/families.md."""
-        ...
+        """The words for the fields in which it differs from Llama's."""
+        return frozenset(word for name, value, word in self.LLAMA if getattr(self, name) != value)
+
+    def state_shape(self, num_layers: int) -> StateShape | None:
+        """Returns the recurrent state that a sequence has in so many layers with this part; None
+        where it has none."""
+        return None
+
+    @property
+    def num_state_products(self) -> int:
+        """How many elements of its state a token is multiplied with."""
+        return 0
 
 
 class TensorTable:
@@ -236,10 +278,3 @@ class TensorTable:
 
     def num_products(self) -> int:
         return sum(each.num_products for each in self.linears)
-
-
-def differences(part: Any, neutral: Mapping[str, tuple[object, str]]) -> frozenset[str]:
-    """neutral: the value that changes nothing of each field, and what another one is called."""
-    return frozenset(
-        word for name, (value, word) in neutral.items() if getattr(part, name) != value
-    )

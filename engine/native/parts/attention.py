@@ -7,16 +7,10 @@ from penstock.engine.memory.pool.kv_codes import Codes, KVPages
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.native.packing import Packer
 from penstock.engine.native.structures import structure
 
 _HEADS, _LAYER = structure("Heads"), structure("AttentionLayer")
-
-
-def lacks(part: Attention) -> tuple[str, ...]:
-    """Returns what of it the C++ does not compute."""
-    return ("attention_gates",) if part.has_gates else ()
 
 
 class AttentionPacker:

@@ -14,16 +14,16 @@ _EXPERT, _LAYER, _EXPERTS = map(structure, ("Expert", "ExpertsLayer", "Experts")
 
 def pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) -> Structure:
     """mlp_norm: the norm of what router and experts read where the layer has no MLP."""
-    assert layer.shared is None, "the compiled step has no shared expert"
+    assert not layer.config.shared_size, "the compiled step has no shared expert"
     num, size = layer.config.num_experts, layer.config.size
     gates_and_ups = packer.linears(layer.gate_up, *[size] * (2 * num))
     downs = packer.linears(layer.down, *[layer.config.hidden_size] * num)
     each = zip(gates_and_ups[::2], gates_and_ups[1::2], downs, strict=True)
     experts = [_EXPERT(*expert) for expert in each]
     norms = dict.fromkeys(("router_norm", "input_norm"), packer.norm(mlp_norm))
-    if layer.beside is not None:
+    if layer.config.is_beside_mlp:
         names = ("router_norm", "input_norm", "mlp_norm", "output_norm", "factors")
-        norms = packer.norms(layer.beside, *names)
+        norms = packer.norms(layer, *names)
     router = packer.linear(layer.router)
     return _LAYER(each=packer.array(_EXPERT, experts), router=router, **norms)
 

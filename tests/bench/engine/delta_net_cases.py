@@ -84,7 +84,7 @@ def _case(bench: Bench, config: DeltaNet, rows: int, tokens: int) -> Case:
         calls=calls,
         error=error,
         num_bytes=moved,
-        flops=2 * config.num_products * num,
+        flops=2 * config.num_state_products * num,
     )
 
 

@@ -252,7 +252,7 @@ class Reference:
         cos, sin = (table[: len(tokens)].unsqueeze(1) for table in (angles.cos, angles.sin))
         hidden = model.embedding[ids].float()
         for layer in model.layers:
-            heads = _product(layer.attention.qkv, self._norm(hidden, layer.input_norm))
+            heads = _product(layer.attention.qkv, self._norm(hidden, layer.norms.input_norm))
             heads = heads.view(len(tokens), -1, config.head_dim)
             num_kv_heads = config.attentions[0].num_kv_heads
             split = [config.num_heads, num_kv_heads, num_kv_heads]
@@ -264,7 +264,8 @@ class Reference:
             )
             hidden = hidden + _product(layer.attention.output, mixed[0].transpose(0, 1).flatten(1))
             assert layer.mlp is not None
-            gate, up = _product(layer.mlp.gate_up, self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
+            x = self._norm(hidden, layer.norms.mlp_norm)
+            gate, up = _product(layer.mlp.gate_up, x).chunk(2, -1)
             hidden = hidden + _product(layer.mlp.down, functional.silu(gate) * up)
         return _product(model.lm_head, self._norm(hidden[-num_rows:], model.norm))
 

@@ -20,6 +20,7 @@ from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.process.phases import LoadProgress, Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -69,8 +70,9 @@ def test_the_heads_of_a_gated_delta_net_stay_with_the_values_that_they_serve(
     tmp_path: Path,
 ) -> None:
     model, tensors = saved(tmp_path, "qwen3_5_moe", linear_num_value_heads=4)
-    prefix, net = "model.layers.0.linear_attn.", model.layers[0].delta_net
-    assert net is not None and (net.num_key_heads, net.key_dim, net.value_dim) == (2, 24, 32)
+    prefix, net = "model.layers.0.linear_attn.", model.layers[0].mixer
+    assert isinstance(net, DeltaNet)
+    assert (net.num_key_heads, net.key_dim, net.value_dim) == (2, 24, 32)
     queries, keys, values = torch.split(tensors[f"{prefix}in_proj_qkv.weight"], [48, 48, 128])
     taps = torch.split(tensors[f"{prefix}conv1d.weight"], [48, 48, 128])
     for size, rank in ((2, 1), (4, 2), (4, 3)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, auto
 
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.parts.attention.rope import RopeConfig
@@ -10,22 +10,23 @@ from penstock.engine.models.parts.tensors import (
     Axis,
     LinearSpec,
     MatrixSpec,
+    Part,
     Stack,
     VectorSpec,
-    differences,
+    matrix,
 )
 
 
 class HeadNorms(Enum):
     """Which norms queries and keys have: none, of each head, or of all heads together."""
 
-    NONE = "none"
-    EACH = "qk_norm"
-    WHOLE = "whole_qk_norm"
+    NONE = auto()
+    EACH = auto()
+    WHOLE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(Part):
     """window: how many positions a token attends to, its own included, or None for all before it.
     rope: None without rotary positions. rotary_dim: how many dimensions of a head are rotated, None
     for all. query_scaling: see `RopeSettings`. scale: of scores, None for head_dim ** -0.5.
@@ -37,6 +38,21 @@ class Attention:
     norms_values: without a weight. is_fused: whether one tensor has queries, keys and values.
     kv_heads_key: what config.json calls num_kv_heads.
     """
+
+    LLAMA = (
+        ("rotary_dim", None, "rotary_dim"),
+        ("query_scaling", None, "query_scaling"),
+        ("scale", None, "attention_scale"),
+        ("qkv_bias", False, "qkv_bias"),
+        ("output_bias", False, "output_bias"),
+        ("norms_each", False, "qk_norm"),
+        ("norms_whole", False, "whole_qk_norm"),
+        ("has_gates", False, "attention_gates"),
+        ("has_sinks", False, "attention_sinks"),
+        ("has_keys", True, "shared_kv_layers"),
+        ("has_values", True, "keys_are_values"),
+        ("norms_values", False, "value_norm"),
+    )
 
     hidden_size: int
     num_heads: int
@@ -82,6 +98,10 @@ class Attention:
         return [query, *[self.kv_size] * self.num_kv_parts]
 
     @property
+    def norms_each(self) -> bool:
+        return self.head_norms is HeadNorms.EACH
+
+    @property
     def norms_whole(self) -> bool:
         return self.head_norms is HeadNorms.WHOLE
 
@@ -92,23 +112,12 @@ class Attention:
         rows = {"q": query, "k": self._kv_heads, "v": self._kv_heads}
         own = list(rows)[: 1 + self.num_kv_parts]
         matrices = tuple(
-            MatrixSpec(
-                names=(f"self_attn.{name}_proj",),
-                rows=(rows[name],),
-                columns=hidden,
-                gguf=(f"attn_{name}",),
-            )
-            for name in own
+            matrix(f"self_attn.{name}_proj", rows[name], hidden, f"attn_{name}") for name in own
         )
         if self.is_fused:
             fused = tuple(rows[name] for name in own)
-            matrices = (MatrixSpec(names=("self_attn.qkv_proj",), rows=fused, columns=hidden),)
-        output = MatrixSpec(
-            names=("self_attn.o_proj",),
-            rows=(hidden,),
-            columns=self._heads(),
-            gguf=("attn_output",),
-        )
+            matrices = (MatrixSpec(("self_attn.qkv_proj",), fused, hidden),)
+        output = matrix("self_attn.o_proj", hidden, self._heads(), "attn_output")
         return {
             "qkv": LinearSpec(matrices, self.qkv_bias, adapters=Stack.QKV),
             "output": LinearSpec((output,), self.output_bias, adapters=Stack.OUTPUT),
@@ -121,13 +130,10 @@ class Attention:
         if self.head_norms is not HeadNorms.NONE:
             head = Axis(self.head_dim)
             query, key = (self._heads(), self._kv_heads) if self.norms_whole else (head, head)
-            found["query_norm"] = VectorSpec(
-                "self_attn.q_norm.weight", (query,), gguf="attn_q_norm.weight"
-            )
-            if self.has_keys:
-                found["key_norm"] = VectorSpec(
-                    "self_attn.k_norm.weight", (key,), gguf="attn_k_norm.weight"
-                )
+            norms = {"query_norm": ("q", query), "key_norm": ("k", key)}
+            for name, (short, rows) in list(norms.items())[: 1 + self.has_keys]:
+                stored, gguf = f"self_attn.{short}_norm.weight", f"attn_{short}_norm.weight"
+                found[name] = VectorSpec(stored, (rows,), gguf=gguf, is_norm=True)
         if self.has_sinks:
             found["sinks"] = VectorSpec("self_attn.sinks", (self._heads(width=1),))
         return found
@@ -141,26 +147,5 @@ class Attention:
         return Axis(self.num_kv_heads, self.head_dim, self.kv_heads_key, is_shared=True)
 
     def divided(self, num_ranks: int) -> "Attention":
-        """See `Part`."""
         heads, kv_heads = self._heads().num_own(num_ranks), self._kv_heads.num_own(num_ranks)
         return replace(self, num_heads=heads, num_kv_heads=kv_heads)
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        found = differences(self, _NEUTRAL)
-        return found if self.head_norms is HeadNorms.NONE else found | {self.head_norms.value}
-
-
-_NEUTRAL = {
-    "rotary_dim": (None, "rotary_dim"),
-    "query_scaling": (None, "query_scaling"),
-    "scale": (None, "attention_scale"),
-    "qkv_bias": (False, "qkv_bias"),
-    "output_bias": (False, "output_bias"),
-    "has_gates": (False, "attention_gates"),
-    "has_sinks": (False, "attention_sinks"),
-    "has_keys": (True, "shared_kv_layers"),
-    "has_values": (True, "keys_are_values"),
-    "norms_values": (False, "value_norm"),
-}

@@ -8,6 +8,7 @@ from penstock.engine.kernels.gates import apply_gates, without_gates
 from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import KVPages
+from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
 from penstock.engine.models.parts.attention.layer import AttentionLayer, normed_whole
 from penstock.engine.models.parts.attention.rotary import Angles
@@ -15,14 +16,15 @@ from penstock.engine.step.device_step import DeviceStep, Rotation
 
 
 class FusedAttention:
-    """It waits for nothing, so a CUDA graph may hold it."""
+    """See `FusedMixer`. It waits for nothing, so a CUDA graph may hold it."""
 
-    def __init__(self, layer: AttentionLayer, angles: Angles) -> None:
+    def __init__(self, layer: AttentionLayer, angles: Angles | None) -> None:
         """Raises UnsupportedWeightFormat."""
         config = layer.config
-        self.qkv = FUSED_LINEARS.of(layer.qkv)
+        assert angles is not None, config
+        self.projections = [FUSED_LINEARS.of(layer.qkv)]
         self.output = FUSED_LINEARS.of(layer.output)
-        self.head_dim = config.head_dim
+        self.out_shape = config.num_heads, config.head_dim
         self._layer = layer
         self._rotation = Rotation(
             cos=angles.cos,
@@ -38,21 +40,21 @@ class FusedAttention:
 
     def __call__(
         self,
-        projected: Tensor,
-        attention: DeviceAttention,
-        pages: tuple[KVPages, KVPages],
+        projected: list[Tensor],
+        index: int,
         step: DeviceStep,
+        pool: LayerPools,
+        attention: DeviceAttention,
         out: Tensor,
     ) -> Tensor:
-        """Returns the output product's input, (T, num_heads * head_dim), in the memory of out, (T,
-        num_heads, head_dim). projected: what qkv gives. step: as the layer's group sees it."""
-        config = self._layer.config
+        """See `FusedMixer`."""
+        [heads], pages, config = projected, pool.layer(index), self._layer.config
         if not config.has_gates:
-            self._attend(projected, attention, pages, step, out)
+            self._attend(heads, attention, pages, step, out)
             return out.flatten(1)
-        ungated = without_gates(projected, config.num_heads, config.head_dim)
+        ungated = without_gates(heads, config.num_heads, config.head_dim)
         self._attend(ungated, attention, pages, step, out)
-        apply_gates(projected, out)
+        apply_gates(heads, out)
         return out.flatten(1)
 
     def _attend(

@@ -5,36 +5,25 @@ from torch import Tensor
 
 from penstock.engine.kernels.attention.protocol import Attention as Backend
 from penstock.engine.memory.pool.kv_codes import KVPages, store
-from penstock.engine.models.layers.linear import Linear, tensor_bytes
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.parts.adapter import adapted
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rotary import Angles, rotate
 from penstock.engine.models.parts.norm.layer import normed, unit_norm
-from penstock.engine.models.parts.reader import PartReader, summed
+from penstock.engine.models.parts.reader import PartLayer, summed
 from penstock.engine.models.parts.tensors import Stack
-from penstock.engine.ranks.group import Group
 from penstock.engine.step.model_input import ModelInput
 
 
-class AttentionLayer:
-    """One layer's weights. qkv is stacked, so that it is one matrix product. sinks: see the
-    protocol of `penstock.engine.kernels.attention`. group: of ranks that have other heads."""
+class AttentionLayer(PartLayer[Attention]):
+    """qkv is stacked, so that it is one matrix product. sinks: see the protocol of
+    `penstock.engine.kernels.attention`. group: of ranks that have other heads."""
 
-    def __init__(self, config: Attention, reader: PartReader, group: Group | None) -> None:
-        linears, vectors = config.linears, config.vectors
-        self.config = config
-        self.eps = reader.eps
-        self.group = group
-        self.qkv: Linear = reader.linear(linears["qkv"])
-        self.query_norm = reader.norm(vectors.get("query_norm"))
-        self.key_norm = reader.norm(vectors.get("key_norm"))
-        self.output: Linear = reader.linear(linears["output"])
-        self.sinks = reader.wide(vectors["sinks"]) if config.has_sinks else None
-
-    @property
-    def num_bytes(self) -> int:
-        vectors = tensor_bytes(self.query_norm, self.key_norm, self.sinks)
-        return self.qkv.num_bytes + self.output.num_bytes + vectors
+    qkv: Linear
+    output: Linear
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
     def __call__(
         self,

@@ -8,7 +8,14 @@ from penstock.engine.files.json_file import Fields
 from penstock.engine.memory.pool.state_shape import StateShape
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.attention.windows import FULL
-from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, VectorSpec
+from penstock.engine.models.parts.tensors import (
+    Axis,
+    LinearSpec,
+    MatrixSpec,
+    Part,
+    VectorSpec,
+    matrix,
+)
 
 LINEAR = "linear_attention"
 # Far more than any model has.
@@ -16,10 +23,12 @@ _MAX_HEADS, _MAX_DIM, _MAX_TAPS = 2**12, 2**12, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(Part):
     """Each key head serves num_value_heads / num_key_heads value heads, one after the other.
     num_taps: of the causal convolution over queries, keys and values.
     """
+
+    LLAMA = (("num_taps", 0, "delta_net"),)
 
     hidden_size: int
     num_key_heads: int
@@ -43,7 +52,6 @@ class DeltaNet:
         return 2 * self.num_keys + self.num_values
 
     def state_shape(self, num_layers: int) -> StateShape:
-        """What is kept of a sequence in so many layers."""
         return StateShape(
             num_layers=num_layers,
             num_heads=self.num_value_heads,
@@ -60,19 +68,14 @@ class DeltaNet:
         hidden, heads, keys, values = Axis(self.hidden_size), *self._axes
 
         def stacked(**rows: tuple[Axis, ...]) -> LinearSpec:
-            each = {f"linear_attn.in_proj_{name}": axes for name, axes in rows.items()}
-            return LinearSpec(
-                tuple(
-                    MatrixSpec(names=(name,), rows=axes, columns=hidden)
-                    for name, axes in each.items()
-                )
-            )
+            names = [f"linear_attn.in_proj_{name}" for name in rows]
+            each = zip(names, rows.values(), strict=True)
+            return LinearSpec(tuple(MatrixSpec((name,), axes, hidden) for name, axes in each))
 
-        output = MatrixSpec(names=("linear_attn.out_proj",), rows=(hidden,), columns=values)
         return {
             "gates": stacked(b=(heads,), a=(heads,)),
             "qkv": stacked(qkv=(keys, keys, values), z=(values,)),
-            "output": LinearSpec((output,)),
+            "output": LinearSpec((matrix("linear_attn.out_proj", hidden, values),)),
         }
 
     @property
@@ -98,7 +101,6 @@ class DeltaNet:
         )
 
     def divided(self, num_ranks: int) -> "DeltaNet":
-        """See `Part`."""
         values, keys, _ = self._axes
         return replace(
             self,
@@ -107,19 +109,14 @@ class DeltaNet:
         )
 
     @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return frozenset({"delta_net"})
-
-    @property
-    def num_products(self) -> int:
-        """The products of the recurrence for a token: what the state remembers of the key, what the
-        token adds, and what the query reads."""
+    def num_state_products(self) -> int:
+        """See `Part`: what the state remembers of the key, what the token adds, and what the query
+        reads."""
         return 3 * self.num_values * self.key_dim
 
 
-def read_delta_net(fields: Fields) -> tuple[DeltaNet, tuple[bool, ...]]:
-    """The delta net of all layers that have one, and which these are. Raises InvalidModel."""
+def read_delta_nets(fields: Fields) -> tuple[DeltaNet | None, ...]:
+    """Returns the delta net of each layer, None for one of attention. Raises InvalidModel."""
     config = DeltaNet(
         hidden_size=fields.count("hidden_size"),
         num_key_heads=fields.count("linear_num_key_heads", most=_MAX_HEADS),
@@ -133,7 +130,7 @@ def read_delta_net(fields: Fields) -> tuple[DeltaNet, tuple[bool, ...]]:
             f"{fields.path}: linear_num_value_heads ({config.num_value_heads}) must be a multiple "
             f"of linear_num_key_heads ({config.num_key_heads})"
         )
-    return config, tuple(kind == LINEAR for kind in _layer_types(fields))
+    return tuple(config if kind == LINEAR else None for kind in _layer_types(fields))
 
 
 def _layer_types(fields: Fields) -> list[str]:

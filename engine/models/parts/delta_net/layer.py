@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.layers.linear import tensor_bytes
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.parts.delta_net.config import DeltaNet
-from penstock.engine.models.parts.reader import PartReader
+from penstock.engine.models.parts.reader import PartLayer, PartReader
 from penstock.engine.step.model_input import ModelInput
 
 _L2_EPS = 1e-6
@@ -129,29 +129,30 @@ def _heads(config: DeltaNet, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return served(query) * config.key_dim**-0.5, served(key), value.view(-1, config.value_dim)
 
 
-class DeltaNetLayer:
-    """One layer's weights. gates: give beta of each value head, and then what its decay is made of.
-    qkv: the inputs of the convolution, and output gates."""
+class DeltaNetLayer(PartLayer[DeltaNet]):
+    """gates: give beta of each value head, and then what its decay is made of. qkv: the inputs of
+    the convolution, and output gates. taps, decay, bias, norm: as in `RecurrenceWeights`."""
+
+    gates: Linear
+    qkv: Linear
+    output: Linear
+    taps: Tensor
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
 
     def __init__(self, config: DeltaNet, reader: PartReader) -> None:
-        linears = {name: reader.linear(spec) for name, spec in config.linears.items()}
-        vectors = {name: reader.wide(spec) for name, spec in config.vectors.items()}
-        self.config = config
-        self.gates, self.qkv, self.output = (linears[name] for name in ("gates", "qkv", "output"))
+        super().__init__(config, reader)
+        self.taps = self.taps.squeeze(1).t().contiguous()
+        self.decay = -self.decay.exp()
         self.weights = RecurrenceWeights(
             config=config,
-            taps=vectors["taps"].squeeze(1).t().contiguous(),
-            decay=-vectors["decay"].exp(),
-            bias=vectors["bias"],
-            norm=vectors["norm"],
-            eps=reader.eps,
+            taps=self.taps,
+            decay=self.decay,
+            bias=self.bias,
+            norm=self.norm,
+            eps=self.eps,
         )
-
-    @property
-    def num_bytes(self) -> int:
-        of, linears = self.weights, (self.gates, self.qkv, self.output)
-        vectors = tensor_bytes(of.taps, of.decay, of.bias, of.norm)
-        return vectors + sum(linear.num_bytes for linear in linears)
 
     def __call__(
         self,

@@ -11,8 +11,9 @@ from penstock.engine.models.parts.tensors import (
     Axis,
     LinearSpec,
     MatrixSpec,
+    Part,
     VectorSpec,
-    differences,
+    matrix,
 )
 
 # Far more than any model has.
@@ -21,7 +22,7 @@ MAX_WIDTH = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(Part):
     """A router gives each token a logit for every expert; it is computed by those of the highest
     logits, of equal ones the first, and their outputs are added up by weight.
 
@@ -32,6 +33,13 @@ class Experts:
     well, as those of Gemma 4; it also has norms of what router and experts read and give, and a
     factor of each expert's weight.
     """
+
+    LLAMA = (
+        ("num_experts", 0, "experts"),
+        ("activation", SILU, "activation"),
+        ("shared_size", 0, "shared_expert"),
+        ("is_beside_mlp", False, "experts_beside_mlp"),
+    )
 
     hidden_size: int
     num_experts: int
@@ -50,22 +58,15 @@ class Experts:
         """router; shared_gate_up, shared_down, shared_gate: of the shared expert; gate_up, down: of
         all experts, one after the other."""
         hidden, inner = Axis(self.hidden_size), self._inner
-        router = MatrixSpec(names=(self.router,), rows=(Axis(self.num_experts),), columns=hidden)
-        numbers = range(self.num_experts)
-        gate_up = MatrixSpec(
-            names=tuple(
-                f"{self.experts}.{number}.{name}"
-                for number in numbers
-                for name in ("gate_proj", "up_proj")
-            ),
-            rows=(inner,),
-            columns=hidden,
-        )
-        down = MatrixSpec(
-            names=tuple(f"{self.experts}.{number}.down_proj" for number in numbers),
-            rows=(hidden,),
-            columns=inner,
-        )
+        router = matrix(self.router, Axis(self.num_experts), hidden)
+
+        def stacked(rows: Axis, columns: Axis, *names: str) -> MatrixSpec:
+            each = (f"{self.experts}.{number}" for number in range(self.num_experts))
+            names = tuple(f"{expert}.{name}" for expert in each for name in names)
+            return MatrixSpec(names, (rows,), columns)
+
+        gate_up = stacked(inner, hidden, "gate_proj", "up_proj")
+        down = stacked(hidden, inner, "down_proj")
         each, biases = self.num_per_token, self.has_biases
         return {
             "router": LinearSpec((router,), biases, is_quantizable=False),
@@ -81,12 +82,10 @@ class Experts:
         hidden, name = Axis(self.hidden_size), "mlp.shared_expert"
         inner = Axis(self.shared_size, key="shared_expert_intermediate_size")
         both = (f"{name}.gate_proj", f"{name}.up_proj")
-        gate_up = MatrixSpec(names=both, rows=(inner,), columns=hidden)
-        down = MatrixSpec(names=(f"{name}.down_proj",), rows=(hidden,), columns=inner)
-        gate = MatrixSpec(names=(f"{name}_gate",), rows=(Axis(1),), columns=hidden)
+        gate = matrix(f"{name}_gate", Axis(1), hidden)
         return {
-            "shared_gate_up": LinearSpec((gate_up,)),
-            "shared_down": LinearSpec((down,)),
+            "shared_gate_up": LinearSpec((MatrixSpec(both, (inner,), hidden),)),
+            "shared_down": LinearSpec((matrix(f"{name}.down_proj", hidden, inner),)),
             "shared_gate": LinearSpec((gate,), is_quantizable=False),
         }
 
@@ -110,22 +109,9 @@ class Experts:
         return Axis(self.size, key="moe_intermediate_size")
 
     def divided(self, num_ranks: int) -> "Experts":
-        """See `Part`."""
         return replace(
             self, size=self._inner.num_own(num_ranks), shared_size=self.shared_size // num_ranks
         )
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return differences(self, _NEUTRAL) | {"experts"}
-
-
-_NEUTRAL = {
-    "activation": (SILU, "activation"),
-    "shared_size": (0, "shared_expert"),
-    "is_beside_mlp": (False, "experts_beside_mlp"),
-}
 
 
 def read_experts(

@@ -10,7 +10,7 @@ from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.kernels.products import down, gate_up
 from penstock.engine.models.parts.experts.kernels.routing import route, tiles_of
-from penstock.engine.models.parts.experts.layer import SharedExpert
+from penstock.engine.models.parts.experts.layer import ExpertsLayer
 
 EXPERTS_PATH = "the GPU's step for experts"
 
@@ -55,10 +55,11 @@ class FusedExperts:
 class FusedSharedExpert:
     """The expert that computes every token."""
 
-    def __init__(self, shared: SharedExpert) -> None:
+    def __init__(self, layer: ExpertsLayer) -> None:
         """Raises UnsupportedWeightFormat."""
-        self._gate_up, self._down = FUSED_LINEARS.of(shared.gate_up), FUSED_LINEARS.of(shared.down)
-        self._gate = plain(shared.gate)
+        self._gate_up = FUSED_LINEARS.of(layer.shared_gate_up)
+        self._down = FUSED_LINEARS.of(layer.shared_down)
+        self._gate = plain(layer.shared_gate)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         """Adds what it makes of each token, by the weight that its gate gives: (T, hidden_size)."""

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.engine.models.parts.tensors import (
-    Axis,
-    LinearSpec,
-    MatrixSpec,
-    VectorSpec,
-    differences,
-)
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, VectorSpec, matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Head(Part):
     """is_tied: whether the output layer is the input embedding. multiplier: of the logits.
     softcap: logits are cap * tanh(logit / cap), or as they are."""
+
+    LLAMA = (
+        ("is_tied", False, "tied_embeddings"),
+        ("multiplier", 1.0, "logit_multiplier"),
+        ("softcap", None, "logit_softcap"),
+    )
 
     hidden_size: int
     vocab_size: int
@@ -27,28 +27,13 @@ class Head:
     def linears(self) -> Mapping[str, LinearSpec]:
         """output: to the logits; a tied one has no tensor of its own, and no quantized weights."""
         ids = Axis(self.vocab_size, key="vocab_size", is_padded=True)
-        matrix = MatrixSpec(
-            names=("lm_head",), rows=(ids,), columns=Axis(self.hidden_size), gguf=("output",)
-        )
-        return {"output": LinearSpec((matrix,), is_quantizable=not self.is_tied)}
+        output = matrix("lm_head", ids, Axis(self.hidden_size), "output")
+        return {"output": LinearSpec((output,), is_quantizable=not self.is_tied)}
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
-        name = "model.norm.weight"
-        return {"norm": VectorSpec(name, (Axis(self.hidden_size),), gguf="output_norm.weight")}
+        hidden, gguf = (Axis(self.hidden_size),), "output_norm.weight"
+        return {"norm": VectorSpec("model.norm.weight", hidden, gguf=gguf, is_norm=True)}
 
     def divided(self, num_ranks: int) -> "Head":
-        """See `Part`."""
         return replace(self, vocab_size=-(-self.vocab_size // num_ranks))
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return differences(self, _NEUTRAL)
-
-
-_NEUTRAL = {
-    "is_tied": (False, "tied_embeddings"),
-    "multiplier": (1.0, "logit_multiplier"),
-    "softcap": (None, "logit_softcap"),
-}

@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.engine.models.parts.tensors import (
-    Axis,
-    LinearSpec,
-    MatrixSpec,
-    Stack,
-    VectorSpec,
-    differences,
-)
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, Part, Stack, matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +19,10 @@ SILU = Activation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLP:
+class MLP(Part):
     """size: of what the activation gives. is_fused: whether one tensor has gate and up."""
+
+    LLAMA = (("activation", SILU, "activation"), ("has_bias", False, "mlp_bias"))
 
     hidden_size: int
     size: int
@@ -43,34 +38,15 @@ class MLP:
     def linears(self) -> Mapping[str, LinearSpec]:
         """gate_up: both products of the states. down: back to them."""
         hidden, inner = Axis(self.hidden_size), self._inner
-        gate_up = MatrixSpec(
-            names=("mlp.gate_proj", "mlp.up_proj"),
-            rows=(inner,),
-            columns=hidden,
-            gguf=("ffn_gate", "ffn_up"),
-        )
+        names = ("mlp.gate_proj", "mlp.up_proj")
+        gate_up = MatrixSpec(names, (inner,), hidden, ("ffn_gate", "ffn_up"))
         if self.is_fused:
-            gate_up = MatrixSpec(names=("mlp.gate_up_proj",), rows=(inner, inner), columns=hidden)
-        down = MatrixSpec(
-            names=("mlp.down_proj",), rows=(hidden,), columns=inner, gguf=("ffn_down",)
-        )
+            gate_up = MatrixSpec(("mlp.gate_up_proj",), (inner, inner), hidden)
+        down = matrix("mlp.down_proj", hidden, inner, "ffn_down")
         return {
             "gate_up": LinearSpec((gate_up,), self.has_bias, adapters=Stack.GATE_UP),
             "down": LinearSpec((down,), self.has_bias, adapters=Stack.DOWN),
         }
 
-    @property
-    def vectors(self) -> Mapping[str, VectorSpec]:
-        return {}
-
     def divided(self, num_ranks: int) -> "MLP":
-        """See `Part`."""
         return replace(self, size=self._inner.num_own(num_ranks))
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return differences(self, _NEUTRAL)
-
-
-_NEUTRAL = {"activation": (SILU, "activation"), "has_bias": (False, "mlp_bias")}

@@ -1,8 +1,23 @@
-"""RMSNorm. Source: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
+"""A layer's norms in torch. Source of RMSNorm: Zhang and Sennrich 2019 (arXiv:1910.07467)."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from penstock.engine.models.parts.norm.config import Norms
+from penstock.engine.models.parts.reader import PartLayer
+
+
+class NormsLayer(PartLayer[Norms]):
+    """None where the family has no such norm. input_norm, mlp_norm: of what mixer and MLP read.
+    attended_norm, active_norm: of what they give, before it is added. scalar: multiplies what the
+    layer gives, (1,)."""
+
+    input_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    attended_norm: Tensor | None = None
+    active_norm: Tensor | None = None
+    scalar: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,19 +4,22 @@ of its own. Imports no tensors."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, VectorSpec
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, Part, VectorSpec, matrix
 
 TABLE = "model.embed_tokens_per_layer"
 PROJECTION = "model.per_layer_model_projection"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerLayerInputs:
+class PerLayerInputs(Part):
     """Of each token, every layer has a vector of this size: the token's row of a table, and the
     same of a projection of its embedding, added up.
 
-    vocab_size: the table's rows. The table is no weight that a step reads, but for some rows.
+    vocab_size: the table's rows. The table is no weight that a step reads, but for some rows. All
+    ranks have all of it: its matrices are too narrow for what another sum over ranks takes.
     """
+
+    LLAMA = (("size", 0, "per_layer_inputs"),)
 
     hidden_size: int
     num_layers: int
@@ -30,28 +33,17 @@ class PerLayerInputs:
     @property
     def linears(self) -> Mapping[str, LinearSpec]:
         """projection: of the embedded tokens, for all layers."""
-        rows = Axis(self.num_layers * self.size)
-        matrix = MatrixSpec(names=(PROJECTION,), rows=(rows,), columns=Axis(self.hidden_size))
-        return {"projection": LinearSpec((matrix,))}
+        rows, hidden = Axis(self.num_layers * self.size), Axis(self.hidden_size)
+        return {"projection": LinearSpec((matrix(PROJECTION, rows, hidden),))}
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
         """norm: of what the projection gives to each layer."""
         return {"norm": VectorSpec("model.per_layer_projection_norm.weight", (Axis(self.size),))}
 
-    def divided(self, num_ranks: int) -> "PerLayerInputs":
-        """See `Part`: all ranks have it. Its matrices are too narrow for what another sum over
-        ranks takes."""
-        return self
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return frozenset({"per_layer_inputs"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerLayerInput:
+class PerLayerInput(Part):
     """A layer adds to its states what it makes of its own input: a gate of the states, times the
     input, projected back."""
 
@@ -61,20 +53,11 @@ class PerLayerInput:
     @property
     def linears(self) -> Mapping[str, LinearSpec]:
         hidden, size = Axis(self.hidden_size), Axis(self.size)
-        gate = MatrixSpec(names=("per_layer_input_gate",), rows=(size,), columns=hidden)
-        projection = MatrixSpec(names=("per_layer_projection",), rows=(hidden,), columns=size)
+        gate = matrix("per_layer_input_gate", size, hidden)
+        projection = matrix("per_layer_projection", hidden, size)
         return {"gate": LinearSpec((gate,)), "projection": LinearSpec((projection,))}
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
         name = "post_per_layer_input_norm.weight"
         return {"norm": VectorSpec(name, (Axis(self.hidden_size),))}
-
-    def divided(self, num_ranks: int) -> "PerLayerInput":
-        """See `Part`."""
-        return self
-
-    @property
-    def features(self) -> frozenset[str]:
-        """See `Part`."""
-        return frozenset()

@@ -13,53 +13,45 @@ from penstock.engine.models.parts.per_layer_inputs.config import (
     PerLayerInput,
     PerLayerInputs,
 )
-from penstock.engine.models.parts.reader import PartReader
+from penstock.engine.models.parts.reader import PartLayer, PartReader
 
 
-class PerLayerInputLayer:
-    """One layer's weights."""
-
-    def __init__(self, config: PerLayerInput, reader: PartReader) -> None:
-        self.gate: Linear = reader.linear(config.linears["gate"])
-        self.projection: Linear = reader.linear(config.linears["projection"])
-        self.norm = reader.wide(config.vectors["norm"])
-        self._eps = reader.eps
+class PerLayerInputLayer(PartLayer[PerLayerInput]):
+    gate: Linear
+    projection: Linear
+    norm: Tensor
 
     def __call__(self, states: Tensor, inputs: Tensor) -> Tensor:
         """What the layer adds to its states, (T, hidden_size). inputs: (T, size)."""
         gates = functional.gelu(self.gate(states), approximate="tanh")
-        return rms_norm(self.projection(gates * inputs), self.norm, self._eps)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.gate.num_bytes + self.projection.num_bytes + self.norm.nbytes
+        return rms_norm(self.projection(gates * inputs), self.norm, self.eps)
 
 
-class PerLayerInputsTable:
+class PerLayerInputsTable(PartLayer[PerLayerInputs]):
     """Makes the inputs of all layers. A step reads one row of the table for each token.
 
     shape: the number of layers that are here, and the size of an input. scale: of what the
     projection gives.
     """
 
+    projection: Linear
+    norm: Tensor
+
     def __init__(self, config: PerLayerInputs, reader: PartReader, *, maps_table: bool) -> None:
         """maps_table: it stays in its file, where there is one, rather than in the memory of the
         other weights."""
+        super().__init__(config, reader)
         self.shape = (config.num_layers, config.size)
-        self._eps = reader.eps
         self.scale = config.hidden_size**-0.5
         read = reader.weights.table if maps_table else reader.weights.read
         self.table = read(config.table_shape, f"{TABLE}.weight")
-        self.projection: Linear = reader.linear(config.linears["projection"])
-        self.norm = reader.wide(config.vectors["norm"])
-        self.num_bytes = self.projection.num_bytes + self.norm.nbytes
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Sequence[Tensor]:
         """For each layer (T, size). embedded: the states before the first, (T, hidden_size)."""
         rows = functional.embedding(token_ids.to(self.table.device), self.table).to(embedded)
         rows = rows.view(-1, *self.shape) * math.sqrt(self.shape[1])
         projected = (self.projection(embedded) * self.scale).view(-1, *self.shape)
-        inputs = (rms_norm(projected, self.norm, self._eps) + rows) * math.sqrt(0.5)
+        inputs = (rms_norm(projected, self.norm, self.eps) + rows) * math.sqrt(0.5)
         return inputs.unbind(1)
 
     def rows(self, token_ids: Tensor) -> Tensor:
