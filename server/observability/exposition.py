@@ -4,13 +4,34 @@ Between two scrapes only values change. So prometheus-client renders the lines o
 scrapes fill in the values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+# A number, or one for each value of the label, or for each tuple of the labels' values.
+Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
+
+
+def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """Returns a counter of ours, whose name on `/metrics` has penstock_ before it."""
+    return with_samples(CounterMetricFamily(f"penstock_{name}", help_text, labels=labels), values)
+
+
+def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    """Returns a gauge of ours, whose name on `/metrics` has penstock_ before it."""
+    return with_samples(GaugeMetricFamily(f"penstock_{name}", help_text, labels=labels), values)
+
+
+def with_samples(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    """Returns the family with a sample for each of the values."""
+    by_labels = values if isinstance(values, Mapping) else {(): values}
+    for labels, value in by_labels.items():
+        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+    return family
 
 
 class Lines:

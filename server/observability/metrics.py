@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import InfoMetricFamily, Metric
 
 from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
 from penstock.scheduler.types import RequestId, Started
-from penstock.server.observability.adapters import adapter_metrics
-from penstock.server.observability.exposition import Renderer
+from penstock.server.observability.exposition import Renderer, counter, gauge
+from penstock.server.observability.families import (
+    adapter_metrics,
+    group_metrics,
+    quantization_metrics,
+    tier_metrics,
+    utilization,
+)
 from penstock.server.observability.histograms import (
     LENGTHS,
     OCCURRENCES,
@@ -34,7 +35,6 @@ from penstock.server.observability.histograms import (
 )
 from penstock.server.observability.predictions import Predictions
 from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
-from penstock.server.observability.tier import tier_metrics
 from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
     HttpResponses,
@@ -43,6 +43,16 @@ from penstock.server.observability.vllm_names import (
     with_vllm_names,
 )
 
+# The scheduler's statistics have these names with _total.
+_SCHEDULER_COUNTERS = {
+    "recomputed_tokens": "Tokens computed a second time because of preemptions and engine restarts",
+    "preemptions": "Sequences preempted",
+    "invalid_logits": "Answers ended with an error because the model's logits were NaN or infinite",
+    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "prefix_stateless_tokens": "Prompt tokens whose keys and values were found, but no recurrent "
+    "state after them",
+}
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
 _OUTCOMES = ("stop", "length", "abandoned", "failed", "refused")
 NO_HANDLER = "none"
@@ -331,7 +341,6 @@ class Metrics:
 
     def _counters(self) -> Iterator[Metric]:
         stats = self.stats
-        busy_s = sum(totals.step_s for totals in self._totals.values())
         totals: dict[str, tuple[float, str]] = {
             "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
             "cached_prompt_tokens": (
@@ -339,113 +348,63 @@ class Metrics:
                 "Prompt tokens whose keys and values were already in the KV cache",
             ),
             "generated_tokens": (self._generated_tokens, "Tokens sampled"),
-            "recomputed_tokens": (
-                stats.recomputed_tokens_total,
-                "Tokens computed a second time because of preemptions and engine restarts",
+            **{
+                name: (getattr(stats, f"{name}_total"), help_text)
+                for name, help_text in _SCHEDULER_COUNTERS.items()
+            },
+            "engine_busy_seconds": (
+                sum(totals.step_s for totals in self._totals.values()),
+                "Time in which the engine ran a step",
             ),
-            "preemptions": (stats.preemptions_total, "Sequences preempted"),
-            "invalid_logits": (
-                stats.invalid_logits_total,
-                "Answers ended with an error because the model's logits were NaN or infinite",
-            ),
-            "prefix_query_tokens": (
-                stats.prefix_query_tokens_total,
-                "Prompt tokens looked up in the prefix cache",
-            ),
-            "prefix_hit_tokens": (
-                stats.prefix_hit_tokens_total,
-                "Prompt tokens found in the prefix cache",
-            ),
-            "prefix_stateless_tokens": (
-                stats.prefix_stateless_tokens_total,
-                "Prompt tokens whose keys and values were found, but no recurrent state after them",
-            ),
-            "engine_busy_seconds": (busy_s, "Time in which the engine ran a step"),
         }
         for name, (value, help_text) in totals.items():
-            yield CounterMetricFamily(f"penstock_{name}", help_text, value=value)
-        requests = CounterMetricFamily(
-            "penstock_requests",
+            yield counter(name, help_text, value)
+        yield counter(
+            "requests",
             "Requests that the engine got and that have ended, by outcome",
-            labels=["outcome"],
+            {outcome: self.outcomes[outcome] for outcome in _OUTCOMES},
+            "outcome",
         )
-        for outcome in _OUTCOMES:
-            requests.add_metric([outcome], self.outcomes[outcome])
-        yield requests
-        responses = CounterMetricFamily(
-            "penstock_http_responses", "HTTP responses by status", labels=["status"]
-        )
-        by_status: Counter[int] = Counter()
+        by_status: Counter[str] = Counter()
         for response, count in self._responses.items():
-            by_status[response.status] += count
-        for status, count in by_status.items():
-            responses.add_metric([str(status)], count)
-        yield responses
+            by_status[str(response.status)] += count
+        yield counter("http_responses", "HTTP responses by status", by_status, "status")
 
     def _restarts(self) -> Iterator[Metric]:
         """What the engine's process has been through."""
         client = self._client
-        restarts = CounterMetricFamily(
-            "penstock_engine_restarts",
+        causes = [cause for cause in EndCause if cause is not EndCause.CLOSED]
+        yield counter(
+            "engine_restarts",
             "Engine processes that were replaced, by what ended them",
-            labels=["cause"],
+            {cause: client.restarts[cause] if client else 0 for cause in causes},
+            "cause",
         )
-        for cause in EndCause:
-            if cause is not EndCause.CLOSED:
-                restarts.add_metric([cause], client.restarts[cause] if client else 0)
-        yield restarts
-        yield CounterMetricFamily(
-            "penstock_resumed_requests",
+        yield counter(
+            "resumed_requests",
             "Requests given to another engine process after the one before had ended",
-            value=client.num_resumed if client else 0,
+            client.num_resumed if client else 0,
         )
-        yield CounterMetricFamily(
-            "penstock_quarantined_requests",
+        yield counter(
+            "quarantined_requests",
             "Requests that ended with an error because the engine process ended twice with them",
-            value=client.num_quarantined if client else 0,
+            client.num_quarantined if client else 0,
         )
 
     def _counters_by_class(self) -> Iterator[Metric]:
-        num_bytes = CounterMetricFamily(
-            "penstock_model_bytes", "The fewest bytes that the steps had to read", labels=["class"]
+        by_class = self._totals.items()
+        yield counter(
+            "model_bytes",
+            "The fewest bytes that the steps had to read",
+            {kind: totals.model_bytes for kind, totals in by_class},
+            "class",
         )
-        flops = CounterMetricFamily(
-            "penstock_model_flops", "Floating-point operations of the steps", labels=["class"]
+        yield counter(
+            "model_flops",
+            "Floating-point operations of the steps",
+            {kind: totals.model_flops for kind, totals in by_class},
+            "class",
         )
-        for kind, totals in self._totals.items():
-            num_bytes.add_metric([kind], totals.model_bytes)
-            flops.add_metric([kind], totals.model_flops)
-        yield num_bytes
-        yield flops
-
-    def _window_gauges(self) -> Iterator[Metric]:
-        """Of layers with a sliding window, where others have a pool of their own, and of recurrent
-        states."""
-        states = ("used", "idle", "free")
-        for group in self._stats.more_groups:
-            if group.is_recurrent:
-                of_sequences = GaugeMetricFamily(
-                    "penstock_recurrent_states",
-                    "Recurrent states: used by sequences, idle as snapshots, or free",
-                    labels=["state"],
-                )
-                numbers = (group.num_used, group.num_evictable, group.num_free)
-                for state, number in zip(states, numbers, strict=True):
-                    of_sequences.add_metric([state], number)
-                yield of_sequences
-        groups = [group for group in self._stats.more_groups if not group.is_recurrent]
-        if not groups:
-            return
-        blocks = GaugeMetricFamily(
-            "penstock_kv_window_blocks",
-            "KV blocks of the layers with a sliding window, by its tokens and their state",
-            labels=["window", "state"],
-        )
-        for group in groups:
-            numbers = (group.num_used, group.num_evictable, group.num_free)
-            for state, number in zip(states, numbers, strict=True):
-                blocks.add_metric([str(group.window), state], number)
-        yield blocks
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self._stats
@@ -468,13 +427,13 @@ class Metrics:
             ),
         }
         for name, (value, help_text) in gauges.items():
-            yield GaugeMetricFamily(f"penstock_{name}", help_text, value=value)
-        yield from self._window_gauges()
+            yield gauge(name, help_text, value)
+        yield from group_metrics(stats.more_groups)
         if stats.fairness_index is not None:
-            yield GaugeMetricFamily(
-                "penstock_fairness_jain_index",
+            yield gauge(
+                "fairness_jain_index",
                 "Jain's index of what was computed lately for keys that have to wait: 1 is equal",
-                value=stats.fairness_index,
+                stats.fairness_index,
             )
 
     def _adapters(self) -> Iterator[Metric]:
@@ -486,27 +445,23 @@ class Metrics:
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
         """Metrics that exist once the model is loaded."""
-        yield GaugeMetricFamily(
-            "penstock_kv_block_size_tokens", "Tokens of a KV block", value=model.block_size
-        )
-        yield GaugeMetricFamily(
-            "penstock_engine_idle_ratio",
+        yield gauge("kv_block_size_tokens", "Tokens of a KV block", model.block_size)
+        yield gauge(
+            "engine_idle_ratio",
             f"Share of the last {WINDOW_S} seconds in which the engine ran no step",
-            value=self._recent.idle_ratio(
-                time.monotonic(), is_stepping=self._stats.num_running > 0
-            ),
+            self._recent.idle_ratio(time.monotonic(), is_stepping=self._stats.num_running > 0),
         )
         if model.pipeline_parallel_size > 1:
-            yield GaugeMetricFamily(
-                "penstock_pipeline_bubble_ratio",
+            yield gauge(
+                "pipeline_bubble_ratio",
                 f"Share of the steps' time in the last {WINDOW_S} seconds in which a stage of the "
                 "pipeline computed nothing, the mean of all stages",
-                value=self.recent().bubble_ratio,
+                self.recent().bubble_ratio,
             )
-        yield GaugeMetricFamily(
-            "penstock_engine_last_step_age_seconds",
+        yield gauge(
+            "engine_last_step_age_seconds",
             "Time since the engine's last step, or since work arrived if later; 0 without work",
-            value=self._client.step_age_s if self._client else 0.0,
+            self._client.step_age_s if self._client else 0.0,
         )
         yield InfoMetricFamily(
             "penstock_model",
@@ -519,19 +474,16 @@ class Metrics:
                 "name": self._model_name,
             },
         )
-        yield from _quantization(model)
-        load = GaugeMetricFamily(
-            "penstock_startup_seconds", "Time of each phase of the start", labels=["phase"]
+        yield from quantization_metrics(model)
+        yield gauge(
+            "startup_seconds", "Time of each phase of the start", model.load_seconds, "phase"
         )
-        for phase, seconds in model.load_seconds.items():
-            load.add_metric([phase], seconds)
-        yield load
 
     def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
         """The hardware's peaks, and the share of them that the last seconds' steps used."""
         recent = self._recent.totals(time.monotonic())
         by_class = {kind.value: totals for kind, totals in recent.items()} | {"all": _sum(recent)}
-        yield from _utilization(
+        yield from utilization(
             "bandwidth",
             "bytes_per_second",
             {
@@ -540,39 +492,11 @@ class Metrics:
             },
             {kind: totals.bytes_per_s for kind, totals in by_class.items()},
         )
-        yield from _utilization(
+        yield from utilization(
             "flops",
             "per_second",
             {"datasheet": model.peak_flops_per_s, "measured": model.measured_flops_per_s},
             {kind: totals.flops_per_s for kind, totals in by_class.items()},
-        )
-
-
-def _quantization(model: ModelInfo) -> Iterator[Metric]:
-    """What --quantization did, and its figures where they were measured."""
-    done = model.quantization
-    if done is None:
-        return
-    yield InfoMetricFamily(
-        "penstock_quantization",
-        "How --quantization rounded the weights of linear layers",
-        value={
-            "method": done.method,
-            "bits": str(done.bits),
-            "bits_per_weight": f"{done.bits_per_weight:.3f}",
-            "group_size": str(done.group_size or "row"),
-        },
-    )
-    if done.kl_divergence is not None and done.top1_agreement is not None:
-        yield GaugeMetricFamily(
-            "penstock_quantization_kl_divergence",
-            "Mean KL divergence, in nats, of the quantized model from the unquantized one",
-            value=done.kl_divergence,
-        )
-        yield GaugeMetricFamily(
-            "penstock_quantization_top1_agreement_ratio",
-            "Share of a text's tokens after which both models find the same token likeliest",
-            value=done.top1_agreement,
         )
 
 
@@ -581,33 +505,3 @@ def _sum(by_class: dict[StepClass, Totals]) -> Totals:
     for part in by_class.values():
         total.add(part.step_s, part.model_bytes, part.model_flops, part.computed_s)
     return total
-
-
-# The peak is that of memory.
-_ABOVE_ONE = {"bandwidth": "; above 1 where a model fits in the processor's cache, which is faster"}
-
-
-def _utilization(
-    resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
-) -> Iterator[Metric]:
-    """The known peaks, and each rate as a ratio of each of them.
-
-    peaks: by source, None where unknown. rates: by class.
-    """
-    peak_family = GaugeMetricFamily(
-        f"penstock_peak_{resource}_{unit}", f"The hardware's peak {resource}", labels=["peak"]
-    )
-    ratio_family = GaugeMetricFamily(
-        f"penstock_model_{resource}_utilization_ratio",
-        f"Share of the hardware's peak {resource} that the steps of the last {WINDOW_S} seconds "
-        f"had to use while they ran; 0 if no step ran{_ABOVE_ONE.get(resource, '')}",
-        labels=["class", "peak"],
-    )
-    for source, peak in peaks.items():
-        if peak:
-            peak_family.add_metric([source], peak)
-            for kind, rate in rates.items():
-                ratio_family.add_metric([kind, source], rate / peak)
-    if any(peaks.values()):
-        yield peak_family
-        yield ratio_family

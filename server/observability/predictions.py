@@ -7,9 +7,10 @@ arrives, and targets.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from penstock.scheduler.stats import StepClass
+from penstock.server.observability.exposition import counter, gauge
 from penstock.server.observability.histograms import REQUEST_SECONDS, Histogram, HistogramFamily
 
 # Of the mean error, each new step is this share.
@@ -79,23 +80,16 @@ class Predictions:
             ),
         }
         for name, (by_class, help_text) in families.items():
-            counter = CounterMetricFamily(f"penstock_{name}", help_text, labels=["class"])
-            for kind, value in by_class.items():
-                counter.add_metric([kind], value)
-            yield counter
-        errors = GaugeMetricFamily(
-            "penstock_step_prediction_error_ratio",
+            yield counter(name, help_text, by_class, "class")
+        yield gauge(
+            "step_prediction_error_ratio",
             "Mean relative error of the predicted time of the latest steps",
-            labels=["class"],
+            self.step_errors,
+            "class",
         )
-        for kind, error in self.step_errors.items():
-            errors.add_metric([kind], error)
-        yield errors
-        targets = CounterMetricFamily(
-            "penstock_slo_attained",
+        yield counter(
+            "slo_attained",
             "Targets of answers (tpot) and of their first tokens (ttft), by what came of them",
-            labels=["slo", "outcome"],
+            {outcome: self._targets[outcome] for outcome in _OUTCOMES},
+            *("slo", "outcome"),
         )
-        for slo, outcome in _OUTCOMES:
-            targets.add_metric([slo, outcome], self._targets[slo, outcome])
-        yield targets

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from penstock.engine.client import ModelInfo
+from penstock.server.observability.exposition import with_samples
 from penstock.server.observability.histograms import HistogramFamily
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
@@ -101,17 +102,15 @@ def metrics_of_vllm_alone(
         "Tokens of prompts that have had their first step, by source: computed or cached",
         labels=(*labels, "source"),
     )
-    for source, num_tokens in prompt_tokens.items():
-        by_source.add_metric((*labels.values(), source), num_tokens)
-    yield by_source
+    own = tuple(labels.values())
+    yield with_samples(by_source, {(*own, source): num for source, num in prompt_tokens.items()})
     by_reason = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Sequences that wait in the queue, by reason: capacity, since nothing defers them here",
         labels=(*labels, "reason"),
     )
-    for reason, num in (("capacity", num_waiting), ("deferred", 0)):
-        by_reason.add_metric((*labels.values(), reason), num)
-    yield by_reason
+    by_labels = {(*own, "capacity"): num_waiting, (*own, "deferred"): 0}
+    yield with_samples(by_reason, by_labels)
     yield _http_requests(responses)
     if model:
         sizes = {"block_size": str(model.block_size), "num_gpu_blocks": str(model.num_blocks)}
@@ -128,9 +127,7 @@ def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
     family = CounterMetricFamily(
         "http_requests", "HTTP responses by route", labels=("handler", "method", "status")
     )
-    for labels, count in counts.items():
-        family.add_metric(labels, count)
-    return family
+    return with_samples(family, counts)
 
 
 def _labels(model_name: str) -> dict[str, str]:

@@ -94,7 +94,7 @@ def metrics() -> str:
 def families() -> list[Metric]:
     """Those of a server that knows its device's peaks, whose policy is fair, with LoRA, with a
     directory for blocks, and with stages."""
-    from penstock.server.observability.adapters import adapter_metrics
+    from penstock.server.observability.families import adapter_metrics
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 

@@ -1,0 +1,174 @@
+"""The metrics of what a server has besides: adapters, a tier below the KV cache, further pools of
+blocks, a quantized model, a device whose peaks are known."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+from prometheus_client.core import InfoMetricFamily, Metric
+
+from penstock.engine.client import ModelInfo
+from penstock.scheduler.stats import GroupBlocks, TierStats
+from penstock.server.observability.exposition import counter, gauge
+from penstock.server.observability.step_window import WINDOW_S
+
+_STATES = ("used", "idle", "free")
+_TIER_COUNTERS = (
+    ("hit_blocks", "hit_blocks_total", "Blocks that were loaded for prompts, by where they were"),
+    ("read_bytes", "read_bytes_total", "Bytes of blocks read from there"),
+    ("read_seconds", "read_s_total", "Time of reading them, of a disk summed over threads"),
+    ("written_bytes", "written_bytes_total", "Bytes of blocks written there"),
+    ("write_seconds", "write_s_total", "Time of writing them"),
+    (
+        "unwritten_blocks",
+        "unwritten_blocks_total",
+        "Blocks whose memory was used for others before they were written",
+    ),
+    (
+        "removed_blocks",
+        "removed_blocks_total",
+        "Blocks that this server removed to stay within the limit",
+    ),
+    (
+        "damaged_blocks",
+        "damaged_blocks_total",
+        "Blocks that were missing, cut off or changed, and that were computed again",
+    ),
+    ("failed_writes", "failed_writes_total", "Blocks that could not be written"),
+)
+_TIER_GAUGES = (
+    ("blocks", "num_blocks", "Blocks of this model that can be read from there"),
+    (
+        "bytes",
+        "num_bytes",
+        "Bytes that blocks take there; of a disk all files in --kv-offload-dir, when it was last "
+        "looked at",
+    ),
+)
+# The peak is that of memory.
+_ABOVE_ONE = {"bandwidth": "; above 1 where a model fits in the processor's cache, which is faster"}
+
+
+def adapter_metrics(
+    max_loras: int, running: Set[str], waiting: Set[str], num_requests: Mapping[str, int]
+) -> Iterator[Metric]:
+    """running, waiting: names of adapters with such requests. num_requests: by name."""
+    names = [",".join(sorted(each)) for each in (running, waiting)]
+    # As in vLLM: of the series that a change of labels leaves behind, the latest counts.
+    yield gauge(
+        "lora_requests_info",
+        "With --enable-lora, when it was so: the adapters with a request that runs, and with one "
+        "that waits",
+        {(str(max_loras), *names): time.time()},
+        *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    )
+    yield counter(
+        "lora_adapter_requests",
+        "With --enable-lora: requests that named an adapter, since it was loaded",
+        num_requests,
+        "adapter",
+    )
+
+
+def group_metrics(groups: Sequence[GroupBlocks]) -> Iterator[Metric]:
+    """The states of recurrent layers, and the blocks of layers with a sliding window, where others
+    have a pool of their own."""
+    windows = {}
+    for group in groups:
+        counts = zip(_STATES, (group.num_used, group.num_evictable, group.num_free), strict=True)
+        if not group.is_recurrent:
+            windows |= {(str(group.window), state): number for state, number in counts}
+            continue
+        yield gauge(
+            "recurrent_states",
+            "Recurrent states: used by sequences, idle as snapshots, or free",
+            dict(counts),
+            "state",
+        )
+    if windows:
+        yield gauge(
+            "kv_window_blocks",
+            "KV blocks of the layers with a sliding window, by its tokens and their state",
+            windows,
+            *("window", "state"),
+        )
+
+
+def tier_metrics(tier: TierStats) -> Iterator[Metric]:
+    """What a server with --kv-offload-gb or --kv-offload-dir has besides. Label `tier`: memory, of
+    the host of a GPU, or disk."""
+    for name, value, help_text in (
+        (
+            "query_tokens",
+            tier.query_tokens_total,
+            "Prompt tokens looked up below the KV cache, as they were not in it",
+        ),
+        ("hit_tokens", tier.hit_tokens_total, "Prompt tokens loaded from there"),
+    ):
+        yield counter(f"kv_offload_{name}", help_text, value)
+    reasons = ("absent", "slower", "unreadable", "late")
+    yield counter(
+        "kv_offload_misses",
+        "Prompts of which nothing, or not all that was found, was loaded, by reason: absent, "
+        "slower than computing, unreadable, or late (a load took too long, and for 30 s none "
+        "begins)",
+        {reason: getattr(tier, f"{reason}_total") for reason in reasons},
+        "reason",
+    )
+    found = {"memory": tier.memory, "disk": tier.disk}
+    places = {label: place for label, place in found.items() if place is not None}
+    for make, rows in ((counter, _TIER_COUNTERS), (gauge, _TIER_GAUGES)):
+        for name, field, help_text in rows:
+            by_place = {label: getattr(place, field) for label, place in places.items()}
+            yield make(f"kv_offload_{name}", help_text, by_place, "tier")
+
+
+def quantization_metrics(model: ModelInfo) -> Iterator[Metric]:
+    """What --quantization did, and its figures where they were measured."""
+    done = model.quantization
+    if done is None:
+        return
+    yield InfoMetricFamily(
+        "penstock_quantization",
+        "How --quantization rounded the weights of linear layers",
+        value={
+            "method": done.method,
+            "bits": str(done.bits),
+            "bits_per_weight": f"{done.bits_per_weight:.3f}",
+            "group_size": str(done.group_size or "row"),
+        },
+    )
+    if done.kl_divergence is not None and done.top1_agreement is not None:
+        yield gauge(
+            "quantization_kl_divergence",
+            "Mean KL divergence, in nats, of the quantized model from the unquantized one",
+            done.kl_divergence,
+        )
+        yield gauge(
+            "quantization_top1_agreement_ratio",
+            "Share of a text's tokens after which both models find the same token likeliest",
+            done.top1_agreement,
+        )
+
+
+def utilization(
+    resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
+) -> Iterator[Metric]:
+    """The known peaks, and each rate as a ratio of each of them.
+
+    peaks: by source, None where unknown. rates: by class.
+    """
+    known = {source: peak for source, peak in peaks.items() if peak}
+    if not known:
+        return
+    yield gauge(f"peak_{resource}_{unit}", f"The hardware's peak {resource}", known, "peak")
+    yield gauge(
+        f"model_{resource}_utilization_ratio",
+        f"Share of the hardware's peak {resource} that the steps of the last {WINDOW_S} seconds "
+        f"had to use while they ran; 0 if no step ran{_ABOVE_ONE.get(resource, '')}",
+        {
+            (kind, source): rate / peak
+            for source, peak in known.items()
+            for kind, rate in rates.items()
+        },
+        *("class", "peak"),
+    )
