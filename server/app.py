@@ -43,7 +43,7 @@ from penstock.server.http.body import BodyMemory
 from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
 from penstock.server.http.last_resort import LastResort
 from penstock.server.http.middleware import Middleware, route_path
-from penstock.server.observability.request_context import request_id
+from penstock.server.observability.request_log import request_id
 from penstock.server.observability.version import version
 from penstock.server.service import EXIT_DRAINED, Service
 

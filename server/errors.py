@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from penstock.engine.client import EngineFailed, QueueFull, RequestEndedEngine, RequestRefused
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
-from penstock.server.observability.request_context import request_entry, request_id
+from penstock.server.observability.request_log import request_entry, request_id
 
 # Retry-After where nothing better is known: while the model loads, or while the server drains.
 RETRY_SOON_S = 2

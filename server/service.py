@@ -30,11 +30,9 @@ from penstock.server.loading import (
     read_prompt_files,
 )
 from penstock.server.observability.activity import Activity
-from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.progress import Progress
-from penstock.server.observability.request_context import request_entry
-from penstock.server.observability.request_log import RequestLog
+from penstock.server.observability.request_log import EndedRequest, RequestLog, request_entry
 from penstock.server.observability.step_record import StepRecord
 from penstock.server.observability.tracing import Tracer
 from penstock.server.observability.traffic_record import TrafficRecord

@@ -21,7 +21,7 @@ from penstock.server.http.disconnect import (
     ClientDisconnected,
     until_disconnect,
 )
-from penstock.server.observability.request_context import note_client_gone, request_id
+from penstock.server.observability.request_log import note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.service import Service
 

@@ -22,7 +22,7 @@ from penstock.server.http.disconnect import (
 )
 from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
-from penstock.server.observability.request_context import note_client_gone
+from penstock.server.observability.request_log import note_client_gone
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, collected
 from penstock.server.output.generation_request import GenerationRequest, SentAnswers

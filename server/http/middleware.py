@@ -19,13 +19,13 @@ from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
 from penstock.server.http.access import TENANT, Access, claimed_tenant
 from penstock.server.http.web_pages import WebPages
 from penstock.server.observability.metrics import NO_HANDLER
-from penstock.server.observability.request_context import (
+from penstock.server.observability.request_log import (
+    RequestEntry,
     note_client_gone,
     request_entry,
     request_id,
     trace_headers,
 )
-from penstock.server.observability.request_log import RequestEntry
 from penstock.server.observability.tracing import TRACE_HEADERS
 from penstock.server.service import Service
 

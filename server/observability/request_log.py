@@ -1,16 +1,18 @@
-"""The request log: one line for each HTTP request when it has ended, with no text of it.
+"""What is known of an HTTP request while it is served, and its line in the log when it has ended,
+with no text of it.
 
 At info with --log-requests, else at debug. What a client chose, such as a path, is escaped.
 """
 
 import logging
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.engine.client import log_fields, printable
-from penstock.server.observability.ended_request import EndedRequest
+from penstock.scheduler.types import SamplingParams
 
 logger = logging.getLogger("penstock.requests")
 
@@ -20,6 +22,35 @@ _MAX_PATH_CHARS = 200
 _KEY_CHARS = 8
 # nginx's status for a client that has disconnected before an answer began.
 _CLIENT_GONE = 499
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """What is known of an HTTP request when it has ended.
+
+    operation: a `gen_ai.operation.name` of the conventions. sampling: None if nothing is sampled.
+    tpot_s: the mean of all answers. Times are in time.monotonic(), None for what did not happen; of
+    several answers, started_s and first_token_s are the earliest and last_token_s is the latest.
+    """
+
+    id: str
+    operation: str
+    sampling: SamplingParams | None
+    num_choices: int
+    arrival_s: float
+    started_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    tpot_s: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reasons: tuple[str, ...]
+    outcome: str
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +71,20 @@ class RequestEntry:
     is_client_gone: bool = False
     ended: EndedRequest | None = None
     received_s: float = field(default_factory=time.monotonic)
+
+
+# The middleware sets all. The task of an HTTP request begins with an empty context of its own.
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+# The headers of W3C Trace Context: the client's trace and the span within it.
+trace_headers: ContextVar[dict[str, str] | None] = ContextVar("trace_headers", default=None)
+# None where the line is not wanted.
+request_entry: ContextVar[RequestEntry | None] = ContextVar("request_entry", default=None)
+
+
+def note_client_gone() -> None:
+    """For the log: the client closed its connection before the answer was complete."""
+    if entry := request_entry.get():
+        entry.is_client_gone = True
 
 
 class RequestLog:
@@ -69,7 +114,7 @@ class RequestLog:
             "path": None if entry.route else path,
             "status": status,
             "key": entry.key[:_KEY_CHARS] if entry.key else None,
-            **_of_engine(entry.ended),
+            **_engine_fields(entry.ended),
             "duration_s": round(time.monotonic() - entry.received_s, 4),
             "error": entry.error,
             "client_gone": entry.is_client_gone or status == _CLIENT_GONE,
@@ -80,7 +125,7 @@ class RequestLog:
 _IN_MESSAGE = frozenset(("method", "route", "path", "status"))
 
 
-def _of_engine(ended: EndedRequest | None) -> dict[str, object]:
+def _engine_fields(ended: EndedRequest | None) -> dict[str, object]:
     if ended is None:
         return {}
     reasons = dict.fromkeys(ended.finish_reasons)

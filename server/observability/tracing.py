@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.observability.ended_request import EndedRequest
-from penstock.server.observability.request_context import request_id, trace_headers
+from penstock.server.observability.request_log import EndedRequest, request_id, trace_headers
 from penstock.server.observability.version import version
 
 if TYPE_CHECKING:  # an optional dependency of --otlp-traces-endpoint

@@ -13,8 +13,8 @@ from penstock.engine.client import EngineClient, OutputStream
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import PromptOutput, RequestOutput, ResumedAnswer
 from penstock.server.errors import InvalidRequest, RequestTimedOut
-from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import Metrics, RequestTimes
+from penstock.server.observability.request_log import EndedRequest
 from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined

@@ -9,7 +9,7 @@ from penstock.engine.client import configure_logs
 from penstock.server.app import build_app
 from penstock.server.config import ServeConfig
 from penstock.server.http.last_resort import LastResort
-from penstock.server.observability.request_context import request_id
+from penstock.server.observability.request_log import request_id
 from penstock.server.ray.autoscaling import LOAD, load
 from penstock.server.service import Service, State
 

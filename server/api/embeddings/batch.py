@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 from penstock.engine.client import OutputStream, QueueFull
 from penstock.scheduler.types import FinishReason, Request
 from penstock.server.errors import InvalidLogits, RequestTimedOut
-from penstock.server.observability.ended_request import EndedRequest
 from penstock.server.observability.metrics import RequestTimes
+from penstock.server.observability.request_log import EndedRequest
 from penstock.server.service import Service
 
 # How often a running request checks whether the queue has a place again.

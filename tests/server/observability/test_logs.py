@@ -17,7 +17,7 @@ from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, Ste
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
-from penstock.server.observability.request_context import request_id
+from penstock.server.observability.request_log import request_id
 from tests.support.serving import RunningServer
 
 INFO = replace(scripted_info(), measured_bandwidth_bytes_per_s=1e9)
