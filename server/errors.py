@@ -256,75 +256,69 @@ _NO_RETRY = (("x-should-retry", "false"),)
 _CLOSE = (("Connection", "close"),)
 
 
+def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
+    return (("Retry-After", str(math.ceil(seconds))),)
+
+
+def _fixed(
+    status: int, kind: str, code: str | None = None, *headers: tuple[str, str], param: str = ""
+) -> ErrorReply:
+    """The reply to every error of a class, which gives its message."""
+    return ErrorReply(status, kind, "", param or None, code, headers)
+
+
+_SOON = _retry_after(RETRY_SOON_S)
+# By the nearest class of an error; `reply_to` knows those whose replies differ.
+_REPLIES: dict[type[BaseException], ErrorReply] = {
+    RequestRefused: _fixed(400, _BAD_REQUEST),
+    InvalidApiKey: _fixed(401, _BAD_REQUEST, "invalid_api_key", ("WWW-Authenticate", "Bearer")),
+    ModelNotFound: _fixed(404, _BAD_REQUEST, "model_not_found", param="model"),
+    AdaptersFixed: _fixed(403, _BAD_REQUEST, "adapters_fixed"),
+    ResponseNotFound: _fixed(404, _BAD_REQUEST, "response_not_found", param="response_id"),
+    BodyTooLarge: _fixed(413, _BAD_REQUEST, "body_too_large", *_CLOSE),
+    BodyTooSlow: _fixed(408, _BAD_REQUEST, "request_timeout", *_CLOSE),
+    TooManyLargeBodies: _fixed(503, _UNAVAILABLE, "too_many_large_bodies", *_SOON, *_CLOSE),
+    UnsupportedContentType: _fixed(
+        415, _BAD_REQUEST, "unsupported_content_type", ("Accept", "application/json")
+    ),
+    UnknownHost: _fixed(421, _BAD_REQUEST, "unknown_host"),
+    CrossSiteRequest: _fixed(403, _BAD_REQUEST, "cross_site_request"),
+    UnsupportedEncoding: _fixed(
+        415, _BAD_REQUEST, "unsupported_content_encoding", ("Accept-Encoding", "identity")
+    ),
+    RequestTimedOut: _fixed(504, "timeout_error", "request_timeout", *_NO_RETRY),
+    QueueFull: _fixed(429, "rate_limit_error", "queue_full"),
+    TargetOutOfReach: _fixed(429, "rate_limit_error", "target_out_of_reach"),
+    GrammarQueueFull: _fixed(429, "rate_limit_error", "grammar_queue_full", *_SOON),
+    NotServing: _fixed(503, _UNAVAILABLE),
+    InvalidLogits: _fixed(500, "server_error", "invalid_logits"),
+    RequestEndedEngine: _fixed(500, "server_error", "request_ended_engine", *_NO_RETRY),
+    EngineFailed: _fixed(500, "server_error", "engine_failed"),
+}
+
+
 def reply_to(error: BaseException) -> ErrorReply:
-    """The status and body for an exception."""
+    """Returns the status and the body for an exception."""
     message = str(error)
+    headers: tuple[tuple[str, str], ...] = ()
     match error:
-        case ThreadUnsupported():
-            details = error.details
-            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code, details=details)
         case InvalidRequest():
-            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code)
-        case RequestRefused():
-            return ErrorReply(400, _BAD_REQUEST, message)
-        case InvalidApiKey():
-            challenge = (("WWW-Authenticate", "Bearer"),)
-            return ErrorReply(401, _BAD_REQUEST, message, None, "invalid_api_key", challenge)
-        case ModelNotFound():
-            return ErrorReply(404, _BAD_REQUEST, message, "model", "model_not_found")
-        case AdaptersFixed():
-            return ErrorReply(403, _BAD_REQUEST, message, None, "adapters_fixed")
-        case ResponseNotFound():
-            return ErrorReply(404, _BAD_REQUEST, message, "response_id", "response_not_found")
-        case BodyTooLarge():
-            return ErrorReply(413, _BAD_REQUEST, message, None, "body_too_large", _CLOSE)
-        case BodyTooSlow():
-            return ErrorReply(408, _BAD_REQUEST, message, None, "request_timeout", _CLOSE)
-        case TooManyLargeBodies():
-            headers = _retry_after(RETRY_SOON_S) + _CLOSE
-            return ErrorReply(503, _UNAVAILABLE, message, None, "too_many_large_bodies", headers)
-        case UnsupportedContentType():
-            accepted = (("Accept", "application/json"),)
-            code = "unsupported_content_type"
-            return ErrorReply(415, _BAD_REQUEST, message, None, code, accepted)
-        case UnknownHost():
-            return ErrorReply(421, _BAD_REQUEST, message, None, "unknown_host")
-        case CrossSiteRequest():
-            return ErrorReply(403, _BAD_REQUEST, message, None, "cross_site_request")
-        case UnsupportedEncoding():
-            accepted = (("Accept-Encoding", "identity"),)
-            code = "unsupported_content_encoding"
-            return ErrorReply(415, _BAD_REQUEST, message, None, code, accepted)
-        case RequestTimedOut():
-            return ErrorReply(504, "timeout_error", message, None, "request_timeout", _NO_RETRY)
-        case QueueFull():
-            headers = _retry_after(error.retry_after_s)
-            return ErrorReply(429, "rate_limit_error", message, None, "queue_full", headers)
-        case TargetOutOfReach():
-            # Not all at the same time again, those that were refused together.
-            seconds = error.retry_after_s * random.uniform(1.0, 1.25)
-            headers = _retry_after(max(1.0, seconds))
-            return ErrorReply(
-                429, "rate_limit_error", message, None, "target_out_of_reach", headers
-            )
-        case GrammarQueueFull():
-            headers = _retry_after(RETRY_SOON_S)
-            return ErrorReply(429, "rate_limit_error", message, None, "grammar_queue_full", headers)
-        case NotServing():
-            headers = _retry_after(error.retry_after_s) + (_CLOSE if error.is_ending else ())
-            return ErrorReply(503, _UNAVAILABLE, message, None, None, headers)
-        case InvalidLogits():
-            return ErrorReply(500, "server_error", message, None, "invalid_logits")
-        case RequestEndedEngine():
-            code = "request_ended_engine"
-            return ErrorReply(500, "server_error", message, None, code, _NO_RETRY)
-        case EngineFailed():
-            return ErrorReply(500, "server_error", message, None, "engine_failed")
+            details = error.details if isinstance(error, ThreadUnsupported) else ()
+            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code, details=details)
         case HTTPException():
             return _reply_to_http(error)
-        case _:
-            text = "internal error of the server; its log has the details under this x-request-id"
-            return ErrorReply(500, "server_error", text, None, "internal_error")
+        case QueueFull():
+            headers = _retry_after(error.retry_after_s)
+        case TargetOutOfReach():
+            # Those that were refused together do not all come again at the same time.
+            headers = _retry_after(max(1.0, error.retry_after_s * random.uniform(1.0, 1.25)))
+        case NotServing():
+            headers = _retry_after(error.retry_after_s) + (_CLOSE if error.is_ending else ())
+    for kind in type(error).__mro__:
+        if reply := _REPLIES.get(kind):
+            return reply._replace(message=message, headers=headers or reply.headers)
+    text = "internal error of the server; its log has the details under this x-request-id"
+    return ErrorReply(500, "server_error", text, None, "internal_error")
 
 
 def note_error(error: BaseException) -> None:
@@ -343,10 +337,6 @@ def too_many_connections(max_files: int) -> ErrorReply:
     message = f"this server has too many connections for its limit of {max_files} files; try again"
     headers = _retry_after(RETRY_SOON_S)
     return ErrorReply(503, _UNAVAILABLE, message, None, "too_many_connections", headers)
-
-
-def _retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
-    return (("Retry-After", str(math.ceil(seconds))),)
 
 
 # Parts of OpenAI's API that clients look for here.

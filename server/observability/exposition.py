@@ -5,15 +5,15 @@ scrapes fill in the values.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-# A number, or one for each value of the label, or for each tuple of the labels' values.
-Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
+# A number, or one for each value of the label (a text) or of the labels (a tuple of texts).
+Values = float | Mapping[Any, float]
 
 
 def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
