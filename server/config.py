@@ -33,7 +33,7 @@ class PoolerConfig:
 
 
 class DuringRestart(StrEnum):
-    """What becomes of requests that arrive while the engine restarts."""
+    """How requests fare that arrive while the engine restarts."""
 
     REFUSE = "refuse"  # status 503, so that a load balancer asks another server
     WAIT = "wait"  # they wait as in a full server, with the same limit
@@ -49,15 +49,9 @@ class MetricsAlias(StrEnum):
 class ServerConfig:
     """Where the server listens, its names, and which requests it accepts.
 
-    api_keys empty: no key is needed. handover_key: with which a router resumes streams of another
-    server; None for nobody. lora_root: below which adapters may be loaded while the server runs, by
-    who has admin_key; None for none. root_path: the path under which a proxy publishes the server.
-    allowed_hosts: more names by which clients may call this server. request_timeout_s None: no
-    limit. chat_template None: the model's own. tool_call_parser, reasoning_parser: a name, "none",
-    or None to detect it from the chat template. has_page: whether a page is served at `/`.
-    log_requests: a line for each request at info rather than debug. metrics_alias: a server under
-    whose names /metrics is shown too. otlp_traces_endpoint: a URL that traces are sent to, or None
-    for no traces. record_traffic: a file for the last hour's lengths and arrivals, or None.
+    The help of its flag describes each setting (`penstock.server.flags.serve_flags`).
+    api_keys empty: no key is needed. handover_key, admin_key: None for nobody. tool_call_parser,
+    reasoning_parser: a name, "none", or None to detect it from the chat template.
     """
 
     host: str = "127.0.0.1"

@@ -239,7 +239,7 @@ class ErrorReply(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What clients can act on."""
+        """The word that clients can act on."""
         return self.code or self.type
 
     @property

@@ -30,7 +30,7 @@ logger = logging.getLogger("penstock")
 
 @dataclass(frozen=True, slots=True)
 class PromptFiles:
-    """What the server's process reads of a model."""
+    """The files of a model that the server's process reads."""
 
     encoder: PromptEncoder
     defaults: GenerationDefaults

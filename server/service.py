@@ -54,7 +54,7 @@ EXIT_CANNOT_START = 2
 
 
 class State(StrEnum):
-    """What the server can do for a client now."""
+    """Whether the server can serve a client now."""
 
     STARTING = "starting"
     READY = "ready"
@@ -129,7 +129,7 @@ class Service:
 
     @property
     def last_report(self) -> StepReport | None:
-        """Of the latest step; None before the first."""
+        """The report of the latest step; None before the first."""
         return self._engine.last_report if self._engine else None
 
     @property
@@ -329,7 +329,7 @@ class Service:
         return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
-        """What can refuse the model comes before what takes long: its config, then its tokenizer,
+        """Checks of the model come before what takes long: its config, then its tokenizer,
         then the download of its weights, then the engine's process, which reads them."""
         files = await find_model(self.config, self._progress)
         directory = files.directory
@@ -358,7 +358,7 @@ class Service:
         return engine
 
     def _phases(self) -> str:
-        """What is going on, in parentheses, for those who ask while the model loads."""
+        """Returns what is going on, in parentheses, for those who ask while the model loads."""
         text = self._progress.text()
         return f" ({text})" if text else ""
 

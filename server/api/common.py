@@ -1,4 +1,4 @@
-"""What the routes of every API share: a request that was received, and JSON answers."""
+"""The parts that the routes of every API share: a request that was received, and JSON answers."""
 
 import asyncio
 import gc
@@ -114,7 +114,7 @@ async def body_of(http: Request) -> bytes:
 
 
 def check_own_key(http: Request, header: str, key: str) -> None:
-    """Of a route that asks for a key besides an API key. Raises InvalidApiKey."""
+    """Checks the key that a route wants besides an API key. Raises InvalidApiKey."""
     given = http.headers.get(header, "")
     if not hmac.compare_digest(given.encode("latin-1"), key.encode(errors="surrogateescape")):
         raise InvalidApiKey(is_given=bool(given), header=f"{header}: KEY")

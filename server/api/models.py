@@ -11,7 +11,7 @@ from penstock.server.service import Service
 
 router = APIRouter()
 
-# What OpenAI's cards once had, and vLLM's still have.
+# OpenAI's cards once had this, and vLLM's still have.
 _PERMISSION: dict[str, object] = {
     "object": "model_permission",
     "allow_create_engine": False,

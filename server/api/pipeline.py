@@ -62,7 +62,7 @@ AnswerFields = TypeVar("AnswerFields", bound=WantsAnswers)
 
 
 class TextApi(Protocol[Fields]):
-    """What an API adds to the trip: its wire format on the way in and on the way out."""
+    """An API adds this to the trip: its wire format on the way in and on the way out."""
 
     def parse(self, body: bytes) -> Fields:
         """Raises InvalidRequest for what is wrong with the fields themselves."""

@@ -46,7 +46,8 @@ def make_parser() -> FlagParser:
 
 
 def flags_of_container(commands: Path = Path("/proc/1/cmdline")) -> list[str]:
-    """What the server was started with, where it, or the init process before it, is process 1."""
+    """Returns what the server was started with, where it, or the init process before it, is process
+    1."""
     try:
         arguments = commands.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
     except OSError:

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def _problem_of_settings(directory: Path) -> str | None:
-    """What the server process reads, and the engine does not."""
+    """Checks what the server process reads, and the engine does not."""
     try:
         GenerationDefaults.load(directory)
         Pooler.load(directory, PoolerConfig(), hidden_size=0)

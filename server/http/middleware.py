@@ -1,5 +1,5 @@
-"""What every request passes on its way in and out: id, key, state, timing, and the last handler of
-errors.
+"""The stations that every request passes on its way in and out: id, key, state, timing, and the
+last handler of errors.
 
 Plain ASGI, because Starlette's own middleware class costs a task and two queues per request.
 """

@@ -14,13 +14,13 @@ from penstock.server.errors import InvalidRequest
 # three objects, and takes a hundred tokens.
 LIMITS = {b"{": 1 << 14, b"[": 1 << 14, b":": 1 << 16, b",": 1 << 19}
 _CHUNK_BYTES = 1 << 16
-# Of texts: one takes as long to read as ten other characters. With each of its characters written
+# One of texts takes as long to read as ten other characters. With each of its characters written
 # so, a text of a million tokens stays below.
 MAX_ESCAPES = 1 << 21
 
 
 class SignCounts:
-    """Of a body that arrives in chunks. Those in texts count too, which costs next to nothing."""
+    """Counts in a body that arrives in chunks. Those in texts count too, which costs little."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(LIMITS, 0)

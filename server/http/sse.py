@@ -30,17 +30,18 @@ class EventWriter(Protocol):
     """One API's events, as bytes, for what happens in a generation."""
 
     def openings(self, num_choices: int) -> bytes:
-        """What comes first, sent together with the first delta."""
+        """The events that come first, sent together with the first delta."""
         ...
 
     def delta(self, delta: OutputDelta) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes:
-        """What comes last if the generation succeeded."""
+        """The events that come last if the generation succeeded."""
         ...
 
     def failure(self, error: Exception) -> bytes:
-        """What comes last if it failed: the status has been sent, so an event must report it."""
+        """The events that come last if it failed: the status has been sent, so an event must report
+        it."""
         ...
 
 
@@ -179,7 +180,7 @@ class EventStream:
             await asyncio.sleep(self._ping_interval_s - silence_s)
 
 
-class Begun:
+class StartedCoroutine:
     """The rest of a coroutine that has run up to where it waits, to be awaited by any task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
@@ -199,13 +200,13 @@ class Begun:
             return
 
 
-def begin(coroutine: Coroutine[Any, Any, None]) -> Begun | None:
+def begin(coroutine: Coroutine[Any, Any, None]) -> StartedCoroutine | None:
     """Runs a coroutine, here and now, until it waits; None if it ended.
 
     A server's `send` waits only if the socket is full. Otherwise this is a mere call, where a task
     would cost a turn of the event loop.
     """
     try:
-        return Begun(coroutine, coroutine.send(None))
+        return StartedCoroutine(coroutine, coroutine.send(None))
     except StopIteration:
         return None

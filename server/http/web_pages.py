@@ -78,7 +78,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Of a name or address with or without a port, in one spelling."""
+    """Returns a name or address, which may have a port, in one spelling."""
     if host.startswith("["):
         name = host[1:].partition("]")[0]
     elif host.count(":") > 1:  # an IPv6 address without brackets, as a flag has it

@@ -94,7 +94,7 @@ def group_metrics(groups: Sequence[GroupBlocks]) -> Iterator[Metric]:
 
 
 def tier_metrics(tier: TierStats) -> Iterator[Metric]:
-    """What a server with --kv-offload-gb or --kv-offload-dir has besides. Label `tier`: memory, of
+    """A server with --kv-offload-gb or --kv-offload-dir has these besides. Label `tier`: memory, of
     the host of a GPU, or disk."""
     for name, value, help_text in (
         (
@@ -123,7 +123,7 @@ def tier_metrics(tier: TierStats) -> Iterator[Metric]:
 
 
 def quantization_metrics(model: ModelInfo) -> Iterator[Metric]:
-    """What --quantization did, and its figures where they were measured."""
+    """They tell what --quantization did, and its figures where they were measured."""
     done = model.quantization
     if done is None:
         return

@@ -371,7 +371,7 @@ class Metrics:
         yield counter("http_responses", "HTTP responses by status", by_status, "status")
 
     def _restarts(self) -> Iterator[Metric]:
-        """What the engine's process has been through."""
+        """The events in the life of the engine's process."""
         client = self._client
         causes = [cause for cause in EndCause if cause is not EndCause.CLOSED]
         yield counter(
@@ -437,7 +437,7 @@ class Metrics:
             )
 
     def _adapters(self) -> Iterator[Metric]:
-        """Of a server with --enable-lora."""
+        """Only a server with --enable-lora has these."""
         client = self._client
         if client and (max_loras := client.adapters.max_loras):
             running, waiting = client.adapters_in_use()

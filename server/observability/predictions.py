@@ -13,7 +13,7 @@ from penstock.scheduler.stats import StepClass
 from penstock.server.observability.exposition import counter, gauge
 from penstock.server.observability.histograms import REQUEST_SECONDS, Histogram, HistogramFamily
 
-# Of the mean error, each new step is this share.
+# Each new step is this share of the mean error.
 _NEW_SHARE = 0.02
 _OUTCOMES = [(slo, outcome) for slo in ("ttft", "tpot") for outcome in ("met", "missed")]
 _OUTCOMES.append(("ttft", "refused"))
@@ -41,7 +41,7 @@ class Predictions:
         self.step_errors[kind] = before + _NEW_SHARE * (error - before)
 
     def on_first_token(self, predicted_s: float, measured_s: float) -> None:
-        """Of a request with a target for its TTFT."""
+        """Counts the first token of a request with a target for its TTFT."""
         self._predicted_ttft.observe(predicted_s)
         self._ttft_error.observe(abs(predicted_s - measured_s))
 

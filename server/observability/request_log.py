@@ -1,4 +1,4 @@
-"""What is known of an HTTP request while it is served, and its line in the log when it has ended,
+"""The facts about an HTTP request while it is served, and its line in the log when it has ended,
 with no text of it.
 
 At info with --log-requests, else at debug. What a client chose, such as a path, is escaped.
@@ -26,7 +26,7 @@ _CLIENT_GONE = 499
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """What is known of an HTTP request when it has ended.
+    """The facts about an HTTP request that are known when it has ended.
 
     operation: a `gen_ai.operation.name` of the conventions. sampling: None if nothing is sampled.
     tpot_s: the mean of all answers. Times are in time.monotonic(), None for what did not happen; of
@@ -55,7 +55,7 @@ class EndedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RequestEntry:
-    """What becomes known of one HTTP request while it is served.
+    """The facts that become known of one HTTP request while it is served.
 
     route: the path as it is declared, None if no route matched. key: a hash. error: the code, or
     else the type, of the error that the client got. ended: what the engine did, if it was asked.

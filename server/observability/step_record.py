@@ -13,7 +13,8 @@ from penstock.server.observability.predictions import Predictions
 
 
 class StepRecord:
-    """Of one model, in whatever processes it runs. Reports come in the order of the steps."""
+    """Records the steps of one model, in whatever processes it runs. Reports come in the order of
+    the steps."""
 
     def __init__(self, model: ModelInfo, predictions: Predictions) -> None:
         self._model = model

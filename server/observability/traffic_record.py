@@ -110,7 +110,7 @@ class TrafficRecord:
         return file
 
     def _hashes(self, token_ids: tuple[int, ...]) -> list[int]:
-        """Of each whole block and all before it."""
+        """Returns the hash of each whole block and all before it."""
         data = memoryview(array("i", token_ids).tobytes())
         size = BLOCK_TOKENS * 4
         hashes, before = [], b""

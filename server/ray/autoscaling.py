@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 LOAD = "load"
-# Of a replica's capacity. Beyond it, answers wait for one another.
+# A share of a replica's capacity, beyond which answers wait for one another.
 _TARGET = 0.75
 
 
 class Context(Protocol):
-    """What is read of Ray's AutoscalingContext."""
+    """The part of Ray's AutoscalingContext that is read."""
 
     target_num_replicas: int
     policy_state: dict[str, Any]
@@ -20,8 +20,9 @@ class Context(Protocol):
 
 
 def load(num_running: int, num_waiting: int, max_num_seqs: int, kv_usage: float) -> float:
-    """Of one replica, as a share of its capacity: of sequences or of the KV cache, whichever is
-    scarcer. Above 1 where requests wait. kv_usage: the share of the cache that sequences hold."""
+    """Returns the load of one replica, as a share of its capacity: of sequences or of the KV cache,
+    whichever is scarcer. Above 1 where requests wait. kv_usage: the share of the cache that
+    sequences hold."""
     waiting = num_waiting / max_num_seqs
     return max((num_running + num_waiting) / max_num_seqs, kv_usage + waiting)
 

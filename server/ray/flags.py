@@ -1,4 +1,4 @@
-"""What `penstock ray` takes: the flags of `penstock serve`, and those of its replicas."""
+"""The flags of `penstock ray`: those of `penstock serve`, and of its replicas."""
 
 import argparse
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ T = TypeVar("T")
 async def pooled(
     service: Service, requests: Sequence[Request], read: Callable[[bytes], T]
 ) -> list[T]:
-    """What `read` makes of each prompt's pooled state, in order.
+    """Returns what `read` makes of each prompt's pooled state, in order.
 
     Raises QueueFull, before anything has run; EngineFailed, RequestRefused, or RequestTimedOut.
     When it is cancelled, or one prompt fails, the others are aborted.

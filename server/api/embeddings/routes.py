@@ -57,7 +57,7 @@ Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class PooledFields(Wire):
-    """What both endpoints take: how the texts become prompts, and how these are served."""
+    """The fields that both endpoints take: how texts become prompts, and how these are served."""
 
     model_config = ConfigDict(extra="allow")
     # Known but not supported: field -> the values that change nothing.
@@ -154,7 +154,7 @@ class ScoreRequest(PooledFields):
         return self._texts(first) | self._texts(second)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Of indices into the inputs. Raises InvalidRequest where they are not of one number."""
+        """Returns pairs of indices into the inputs. Raises InvalidRequest where counts differ."""
         first, second = self._names
         num_1, num_2 = len(self._texts(first)), len(self._texts(second))
         if num_1 not in (1, num_2):
@@ -370,12 +370,12 @@ def _as_json(values: "array[float]", encoding_format: str | None) -> msgspec.Raw
 
 
 def _scores(vectors: list["array[float]"], pairs: list[tuple[int, int]]) -> list[float]:
-    """Of two thousand pairs, half a second's work."""
+    """Computes the scores; two thousand pairs take half a second."""
     return [_cosine(vectors[a], vectors[b]) for a, b in pairs]
 
 
 def _cosine(a: "array[float]", b: "array[float]") -> float:
-    """Of two vectors of length 1, but for rounding."""
+    """Returns the cosine of two vectors, which have length 1 but for rounding."""
     return max(-1.0, min(1.0, math.fsum(map(mul, a, b))))
 
 

@@ -21,7 +21,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class Head:
-    """What a body and all chunks of its stream share: id, time, model, fingerprint."""
+    """The fields that a body and all chunks of its stream share: id, time, model, fingerprint."""
 
     def __init__(self, request_id: str, model: str, fingerprint: str) -> None:
         self._fields = {
@@ -37,7 +37,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What an answer reports besides its text.
+    """The things that an answer reports besides its text.
 
     num_logprobs, prompt_logprobs: how many of the best tokens to report; None for no logprobs.
     names_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
@@ -90,7 +90,7 @@ class OpenAIWriter:
         self._around_texts: dict[int, tuple[bytes, bytes]] = {}
         self._long_lists = LongLists()
 
-    # What the two APIs write differently.
+    # The two APIs write these differently.
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         """A whole choice of a body."""
@@ -106,7 +106,7 @@ class OpenAIWriter:
         raise NotImplementedError
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON string of a chunk's text."""
+        """Returns the bytes before and after the JSON string of a chunk's text."""
         raise NotImplementedError
 
     def _closing(self, index: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class OpenAIWriter:
         raise NotImplementedError
 
     def _head_extras(self) -> dict[str, Any]:
-        """Of a body, or of a stream's openings, besides the choices."""
+        """Returns the fields of a body, or of a stream's openings, besides the choices."""
         return {}
 
     def _body_nulls(self) -> dict[str, None]:
@@ -126,7 +126,7 @@ class OpenAIWriter:
         return {}
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        """Of a choice's chunk. is_first: no chunk before it had text or ids."""
+        """Returns the fields of a choice's chunk. is_first: no chunk before it had text or ids."""
         return {}
 
     def _add_prompt_logprobs(self, body: dict[str, Any], prompts: list[msgspec.Raw]) -> None:
@@ -210,7 +210,7 @@ class OpenAIWriter:
         return self._chunk_head + choice + b"]" + extras + self._usage() + b"}\n\n"
 
     def _unended(self) -> bytes:
-        """What follows the logprobs of a chunk that is not the choice's last."""
+        """The bytes that follow the logprobs of a chunk that is not the choice's last."""
         if self._running_usage is None:
             return self._plain_unended
         return b',"finish_reason":null}]' + self._usage() + b"}\n\n"

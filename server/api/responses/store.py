@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.server.errors import ResponseNotFound
 
-# What Python needs for an entry besides its bytes, so that small ones count too.
+# Python needs this for an entry besides its bytes, so that small ones count too.
 _ENTRY_BYTES = 1024
 
 
@@ -27,7 +27,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> tuple[bytes, ...]:
-        """What a response that continues this one has as its history."""
+        """The history of a response that continues this one."""
         return (*self.history, self.input_items, self.output_items)
 
     @property
@@ -41,7 +41,7 @@ def items_of(parts: tuple[bytes, ...]) -> list[dict[str, Any]]:
 
 
 class _Shelf:
-    """What one tenant has stored, the least recently used first."""
+    """The responses that one tenant has stored, the least recently used first."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -79,7 +79,7 @@ class ResponseStore:
         shelf.num_bytes += response.num_bytes
         self.num_bytes += response.num_bytes
         while self._count > self._max_count or self.num_bytes > self._max_bytes:
-            # Of equal shares it is the one that needs the room.
+            # If shares are equal, it is the one that needs the room.
             largest = max(self._shelves, key=lambda name: (self._share(name), name == tenant))
             self._remove(largest, next(iter(self._shelves[largest].responses)))
 
@@ -101,7 +101,7 @@ class ResponseStore:
         return shelf.responses if shelf else OrderedDict()
 
     def _share(self, tenant: str) -> float:
-        """Of the limit that is exceeded: the number of responses, or their bytes."""
+        """Counts by the limit that is exceeded: the number of responses, or their bytes."""
         shelf = self._shelves[tenant]
         if self._count > self._max_count:
             return len(shelf.responses) / self._max_count

@@ -10,7 +10,7 @@ from penstock.server.errors import InvalidRequest
 Item = dict[str, Any]
 T = TypeVar("T")
 
-# Of a conversation: one of this many takes a second to check, and is checked once for each try.
+# A conversation of so many takes a second to check, and is checked once for each try.
 MAX_ITEMS = 1 << 14
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -80,7 +80,8 @@ def _is_too_long(error: InvalidRequest) -> bool:
 
 
 def droppable(items: list[Item]) -> list[frozenset[int]]:
-    """What may be dropped, in this order: turns before the last question, then steps since it.
+    """Returns what may be dropped, in this order: turns before the last question, then steps since
+    it.
 
     A call and its result go together. What systems and developers say stays, as do the last
     question and the last call.

@@ -130,7 +130,7 @@ class _OpenItem:
     """An item of the output that still grows. `whole` is the item as the body has it."""
 
     prefix: str
-    # Of the event with more text, and of the one with the whole: text or arguments.
+    # The event with more text and the one with the whole name it so: text or arguments.
     text_kind: str
     whole_name: str
 
@@ -296,7 +296,7 @@ def _item_for(part: Part, writer: ResponseWriter) -> _OpenItem:
 def response_head(
     fields: ResponsesRequest, response_id: str, model: str, sampling: SamplingParams
 ) -> Item:
-    """What is known of a response before its answer. sampling: the values in effect."""
+    """Returns what is known of a response before its answer. sampling: the values in effect."""
     form = fields.text.format if fields.text and fields.text.format else {"type": "text"}
     return {
         "id": response_id,
