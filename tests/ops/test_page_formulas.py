@@ -47,7 +47,7 @@ def shown(page: Page, server: PageServer, text: str) -> None:
     asked(page, "Go on.")
 
 
-_FORMULAS = """import("/page/markdown.js").then(({ allElementsOf }) => {
+_FORMULAS = """import("/page/text/markdown.js").then(({ allElementsOf }) => {
   const root = document.createElement("div");
   root.append(...allElementsOf(TEXT));
   return [...root.querySelectorAll(".formula")].map((e) => [

@@ -269,8 +269,8 @@ _TRICKY = [
 # The sources whose elements depend on how they arrived.
 _GROWN = """(async () => {
   const sources = SOURCES;
-  const { allElementsOf, definesLinks } = await import("/page/markdown.js");
-  const { markdownView } = await import("/page/growing.js");
+  const { allElementsOf, definesLinks } = await import("/page/text/markdown.js");
+  const { markdownView } = await import("/page/text/growing.js");
   const frames = [];
   window.requestAnimationFrame = (act) => frames.push(act);
   return sources.filter((source) => {
@@ -297,7 +297,7 @@ def test_growing_text_ends_as_the_whole_text_does(page: Page) -> None:
 # The length of a text, the longest part of it that was parsed at once, and the sum of all parts.
 _PARSED = """(async () => {
   const { default: MarkdownIt } = await import("/page/vendor/markdown-it.js");
-  const { markdownView } = await import("/page/growing.js");
+  const { markdownView } = await import("/page/text/growing.js");
   const lengths = [];
   const parse = MarkdownIt.prototype.parse;
   MarkdownIt.prototype.parse = function (source, env) {
@@ -330,7 +330,7 @@ def test_the_work_for_a_long_text_is_linear(page: Page) -> None:
 # The share of three seconds that a slow parser got, and how often.
 _SHARE = """(async () => {
   const { default: MarkdownIt } = await import("/page/vendor/markdown-it.js");
-  const { markdownView } = await import("/page/growing.js");
+  const { markdownView } = await import("/page/text/growing.js");
   let [parsedMs, num] = [0, 0];
   const view = markdownView(document.createElement("div"), () => { num += 1; });
   const parse = MarkdownIt.prototype.parse;

@@ -2,8 +2,9 @@
 
 It uses the same routes as any client, `/v1` and `/metrics`, with the key that the user enters; so
 the page itself needs none. Its headers forbid the browser to load anything from elsewhere, to run
-inline scripts, and to treat text as markup that the sanitizer did not pass. `vendor/` has the
-libraries; its libraries.json says what they are and where they come from.
+inline scripts, and to treat text as markup that the sanitizer did not pass. `chat/` has the
+playground and its conversations, `live/` the live view, `text/` Markdown and formulas, and
+`vendor/` the libraries; its libraries.json says what they are and where they come from.
 """
 
 import gzip
@@ -79,7 +80,7 @@ def _files() -> dict[str, _File]:
     home = files(__package__)
     entries = {
         folder + entry.name: entry
-        for folder in ("", "vendor/", "vendor/fonts/")
+        for folder in ("", "chat/", "live/", "text/", "vendor/", "vendor/fonts/")
         for entry in home.joinpath(folder).iterdir()
     }
     return {

@@ -1,12 +1,12 @@
 // Connects the parts: colours, views, the API key, the served models, and the address of the open conversation.
 
 import { apiKey, isApiKeyKept, request, storeApiKey } from "./api.js";
-import { find, startConversations } from "./conversations.js";
+import { find, startConversations } from "./chat/conversations.js";
 import { byId, make, setOpen } from "./dom.js";
-import { startLive } from "./live.js";
-import { openConversation, openId, showRemoval, startPlayground, useModel } from "./playground.js";
+import { startLive } from "./live/live.js";
+import { openConversation, openId, showRemoval, startPlayground, useModel } from "./chat/playground.js";
 import { keep, recall } from "./preferences.js";
-import { showConversations, startSidebar } from "./sidebar.js";
+import { showConversations, startSidebar } from "./chat/sidebar.js";
 
 const THEME = "theme";
 const ADDRESS = "#chat-";

@@ -1,10 +1,10 @@
 // The live view: reads /metrics every second while it is visible, and keeps five minutes of values. Folded away, it
 // reads nothing.
 
-import { request } from "./api.js";
+import { request } from "../api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
-import { byId, make } from "./dom.js";
-import { keep as keepChoice, recall } from "./preferences.js";
+import { byId, make } from "../dom.js";
+import { keep as keepChoice, recall } from "../preferences.js";
 import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate, stepTimes } from "./metrics.js";
 
 const PERIOD_MS = 1000;

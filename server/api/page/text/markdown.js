@@ -1,8 +1,8 @@
 // Markdown of the model as elements. Nothing in it can run or load: raw HTML stays text, links lead only to
 // the web and to mail, images become links, and what the libraries make of it is sanitized.
 
-import MarkdownIt from "./vendor/markdown-it.js";
-import "./vendor/purify.js";
+import MarkdownIt from "../vendor/markdown-it.js";
+import "../vendor/purify.js";
 import { addFormulas } from "./formulas.js";
 import { showFormulas } from "./math.js";
 
@@ -106,7 +106,7 @@ async function loadHighlighter() {
   if (isHighlighterRequested) return;
   isHighlighterRequested = true;
   try {
-    highlighter = (await import("./vendor/highlight.js")).default;
+    highlighter = (await import("../vendor/highlight.js")).default;
   } catch {
     return; // the server has gone, which the page says elsewhere; code stays in one colour
   }

@@ -1,6 +1,6 @@
 // The timings of an answer as a list: {numIn, numCached, numOut, totalMs} and, if it was streamed, {ttftMs, decodeMs}.
 
-import { make } from "./dom.js";
+import { make } from "../dom.js";
 
 const ENDS = {
   length: "The answer reached max tokens or the end of the model's context.",

@@ -1,12 +1,12 @@
 // The list of conversations: search, rename, export, import, delete.
 
 import { find, isStoring, list, remove, removeAll, save, setStoring } from "./conversations.js";
-import { answerOf } from "./dialog.js";
-import { byId, make, setOpen } from "./dom.js";
+import { answerOf } from "../dialog.js";
+import { byId, make, setOpen } from "../dom.js";
 import { download, fileName, fromJson, ImportError, textOf, toJson, toMarkdown } from "./exchange.js";
-import { patchChildren } from "./patch.js";
+import { patchChildren } from "../text/patch.js";
 import { isRunning, openConversation, openId, stop } from "./playground.js";
-import { keep, recall } from "./preferences.js";
+import { keep, recall } from "../preferences.js";
 
 const SHOWN = "show-conversations";
 const WIDE = matchMedia("(min-width: 1200px)"); // where the list is beside the conversation, not over it

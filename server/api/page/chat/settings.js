@@ -2,8 +2,8 @@
 
 import { COMPLETION_MAX_TOKENS } from "./answering.js";
 import { isStoring } from "./conversations.js";
-import { byId } from "./dom.js";
-import { keep, recall } from "./preferences.js";
+import { byId } from "../dom.js";
+import { keep, recall } from "../preferences.js";
 
 const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",

@@ -1,7 +1,7 @@
 // Formulas as elements. KaTeX makes HTML for the eyes and MathML for screen readers; both are sanitized. What KaTeX
 // does not understand stays as its source.
 
-import "./vendor/purify.js";
+import "../vendor/purify.js";
 import { delimiterAt } from "./formulas.js";
 
 const { DOMPurify } = globalThis;
@@ -65,7 +65,7 @@ async function loadKatex() {
   if (isRequested) return;
   isRequested = true;
   try {
-    await import("./vendor/katex.js");
+    await import("../vendor/katex.js");
   } catch {
     return; // the server has gone, which the page says elsewhere; formulas stay as their source
   }

@@ -1,7 +1,7 @@
 // The tokens of an answer in shades of their probability. One is selected with the mouse or the arrow keys, and
 // its alternatives are shown below.
 
-import { make } from "./dom.js";
+import { make } from "../dom.js";
 
 const SHADES = [0.9, 0.6, 0.3, 0.1]; // the least probability of each shade but the last
 const STEPS = { ArrowLeft: -1, ArrowRight: 1 };

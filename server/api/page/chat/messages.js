@@ -1,12 +1,12 @@
 // One message as an article, and what a user can do with it. `act` has the actions: of the playground, which
 // changes the conversation; here is only how they look.
 
-import { button, copy, make } from "./dom.js";
+import { button, copy, make } from "../dom.js";
 import { textOf } from "./exchange.js";
 import { figureList } from "./figures.js";
-import { markdownView, plainView } from "./growing.js";
+import { markdownView, plainView } from "../text/growing.js";
 import { tokenView } from "./logprobs.js";
-import { edit, foldedView, panel, toggle } from "./widgets.js";
+import { edit, foldedView, panel, toggle } from "../widgets.js";
 
 // versions: the versions of this message, itself included.
 export function questionView(node, versions, act) {

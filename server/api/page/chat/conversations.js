@@ -1,6 +1,6 @@
 // The conversations of this page: in memory, and in the store unless the user wants none. Other tabs are told.
 
-import { keep, recall } from "./preferences.js";
+import { keep, recall } from "../preferences.js";
 import { erase, eraseAll, openStore, readAll, rewrite, write } from "./store.js";
 import { removeBranch } from "./tree.js";
 

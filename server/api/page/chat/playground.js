@@ -1,10 +1,10 @@
 // The conversation that is open: what is asked, what is shown, and what is running.
 
-import { curlLine } from "./api.js";
+import { curlLine } from "../api.js";
 import { receive, requestFor } from "./answering.js";
 import { find, remove, removeMessage, save } from "./conversations.js";
-import { answerOf } from "./dialog.js";
-import { button, byId, copy, setOpen } from "./dom.js";
+import { answerOf } from "../dialog.js";
+import { button, byId, copy, setOpen } from "../dom.js";
 import { toMarkdown } from "./exchange.js";
 import { answerView, questionView, resultsView, unansweredView } from "./messages.js";
 import { isCompletion, readSettings, SettingsError, startSettings } from "./settings.js";

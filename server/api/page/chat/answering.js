@@ -1,6 +1,6 @@
 // One request: what is sent for an answer, and how what arrives becomes its node (see tree.js).
 
-import { events, request } from "./api.js";
+import { events, request } from "../api.js";
 
 const NUM_TOP_LOGPROBS = 5;
 // OpenAI's default for completions is 16, and a base model may never end.
