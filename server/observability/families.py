@@ -72,7 +72,7 @@ def adapter_metrics(
 def group_metrics(groups: Sequence[GroupBlocks]) -> Iterator[Metric]:
     """The states of recurrent layers, and the blocks of layers with a sliding window, where others
     have a pool of their own."""
-    windows = {}
+    windows: dict[tuple[str, str], int] = {}
     for group in groups:
         counts = zip(_STATES, (group.num_used, group.num_evictable, group.num_free), strict=True)
         if not group.is_recurrent:
