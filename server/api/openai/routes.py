@@ -1,9 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -21,54 +19,75 @@ from penstock.server.protocol.openai import CompletionRequest, GenerationFields
 
 router = APIRouter()
 
-_Fields = TypeVar("_Fields", CompletionRequest, ChatCompletionRequest)
-
 
 @router.post("/v1/completions")
 @router.post("/completions", include_in_schema=False)  # llama.cpp's path
 async def completions(request: Request) -> Response:
-    return await answer_request(request, COMPLETIONS)
+    return await answer_request(request, Completions())
 
 
 @router.post("/v1/chat/completions")
 @router.post("/chat/completions", include_in_schema=False)  # llama.cpp's path
 async def chat_completions(request: Request) -> Response:
-    return await answer_request(request, CHAT_COMPLETIONS)
+    return await answer_request(request, ChatCompletions())
 
 
-class OpenAIText(Generic[_Fields]):
-    """One of the two APIs; see `penstock.server.api.pipeline.TextApi`."""
+class Completions:
+    """See `penstock.server.api.pipeline.TextApi`."""
 
-    def __init__(
-        self,
-        parse: Callable[[bytes], _Fields],
-        make_prompts: Callable[[_Fields, ServedModel], Awaitable[Prompts]],
-        make_writer: type[CompletionWriter | ChatWriter],
-    ) -> None:
-        self.parse = parse
-        self._make_prompts = make_prompts
-        self._make_writer = make_writer
+    parse = staticmethod(CompletionRequest.parse)
 
-    async def render(self, received: Received[_Fields]) -> tuple[_Fields, Prompts]:
-        return received.fields, await self._make_prompts(received.fields, received.model)
+    async def render(
+        self, received: Received[CompletionRequest]
+    ) -> tuple[CompletionRequest, Prompts]:
+        fields = received.fields
+        return fields, await completion_prompts(fields, received.model)
 
-    def error_names(self, _: Received[_Fields]) -> AbstractContextManager[None]:
+    def error_names(self, _: Received[CompletionRequest]) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def writer(
-        self, received: Received[_Fields], generation: Generation
-    ) -> CompletionWriter | ChatWriter:
-        model = received.model
-        return self._make_writer(
-            Head(generation.request.id, model.name, model.fingerprint),
-            model.encoder.vocabulary,
+        self,
+        received: Received[CompletionRequest],
+        generation: Generation,
+    ) -> CompletionWriter:
+        return CompletionWriter(
+            _head(received.model, generation),
+            received.model.encoder.vocabulary,
             _options(received.fields, generation),
             generation.usage,
         )
 
 
-COMPLETIONS = OpenAIText(CompletionRequest.parse, completion_prompts, CompletionWriter)
-CHAT_COMPLETIONS = OpenAIText(ChatCompletionRequest.parse, chat_prompts, ChatWriter)
+class ChatCompletions:
+    """See `penstock.server.api.pipeline.TextApi`."""
+
+    parse = staticmethod(ChatCompletionRequest.parse)
+
+    async def render(
+        self, received: Received[ChatCompletionRequest]
+    ) -> tuple[ChatCompletionRequest, Prompts]:
+        fields = received.fields
+        return fields, await chat_prompts(fields, received.model)
+
+    def error_names(self, _: Received[ChatCompletionRequest]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def writer(
+        self,
+        received: Received[ChatCompletionRequest],
+        generation: Generation,
+    ) -> ChatWriter:
+        return ChatWriter(
+            _head(received.model, generation),
+            received.model.encoder.vocabulary,
+            _options(received.fields, generation),
+            generation.usage,
+        )
+
+
+def _head(model: ServedModel, generation: Generation) -> Head:
+    return Head(generation.request.id, model.name, model.fingerprint)
 
 
 def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
