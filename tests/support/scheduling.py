@@ -176,7 +176,7 @@ class Driver:
             self.collect()
         return batch
 
-    def run(self, max_steps: int = 2000) -> None:
+    def run(self, max_steps: int = 20000) -> None:
         """Steps until every request has ended."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
