@@ -8,7 +8,6 @@ the bias, and the residual addition.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,7 @@ from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
 
 # The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
-_FEW_ROWS = 8
+FEW_ROWS = 8
 
 
 class Tile(NamedTuple):
@@ -73,20 +72,15 @@ def skinny_linear(
     chunk = max(16 * tile.warps, min(tile.chunk, next_power_of_2(columns)))
     assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    # Before its norm, a row times the norm's weight may exceed what float16 holds.
-    norm_first = norm is not None and x.dtype is torch.float16
     # The left operand of a product has 16 rows at least: these, or the weight's.
-    rows = _FEW_ROWS if num_rows <= _FEW_ROWS and tile.outputs >= 16 else MAX_ROWS
+    rows = FEW_ROWS if num_rows <= FEW_ROWS and tile.outputs >= 16 else MAX_ROWS
     # No more than there are chunks: shared memory decides how many programs fit.
     num_stages = min(tile.stages, ceil_div(columns, chunk) + 1)
     _skinny[(ceil_div(outputs, tile.outputs),)](
-        x, weight, x if norm is None else norm, x if bias is None else bias,
-        out if residual is None else residual, out, num_rows, columns, outputs, out.stride(0), eps,
+        x, weight, norm, bias, residual, out, num_rows, columns, outputs, out.stride(0), eps,
         ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
-        HAS_NORM=norm is not None, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
-        NORM_FIRST=norm_first, IS_GATED=is_gated, ROWS=rows, OUTPUTS=tile.outputs, CHUNK=chunk,
-        WARPS=tile.warps, FETCHING=FETCHING, num_warps=tile.warps, num_stages=num_stages,
-        **overlapped(),
+        IS_GATED=is_gated, ROWS=rows, OUTPUTS=tile.outputs, CHUNK=chunk, WARPS=tile.warps,
+        FETCHING=FETCHING, num_warps=tile.warps, num_stages=num_stages, **overlapped(),
     )  # fmt: skip
 
 
@@ -99,7 +93,7 @@ def tile_of(outputs: int, num_rows: int) -> Tile:
     if programs < 0.75 * NUM_SMS * ceil_div(programs, NUM_SMS):
         return NARROW
     wide_programs = ceil_div(outputs, WIDE.outputs)
-    return WIDE if num_rows > _FEW_ROWS and wide_programs > 0.9 * NUM_SMS else TILE
+    return WIDE if num_rows > FEW_ROWS and wide_programs > 0.9 * NUM_SMS else TILE
 
 
 def ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:
@@ -122,7 +116,7 @@ _FETCH = tl.constexpr("""{
 
 
 @triton.jit
-def fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
+def _fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
     """Prefetches the first bytes of weight rows [first, first + ROWS) below end to L2."""
     thread = tl.arange(0, ROWS * 4)
     row = first + thread // 4
@@ -142,13 +136,13 @@ def fetch_outputs(
     first = tl.program_id(0) * OUTPUTS
     # Later programs start when their weights are wanted: too late to fetch ahead.
     soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
-    fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
+    _fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
     if IS_GATED:
-        fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
+        _fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
 
 
 @triton.jit
-def squares(x):
+def _squares(x):
     """The sum of each eight neighbouring columns' squares, x being (warps, rows, columns): so a
     thread adds up its own."""
     parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
@@ -156,27 +150,39 @@ def squares(x):
 
 
 @triton.jit
-def inverse_rms(square, columns, eps):
+def _inverse_rms(square, columns, eps):
     """For each row, of its sums of squares, (warps, rows, parts): (rows,)."""
     return tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
 
 
 @triton.jit
-def inputs(
-    x_row, norm, column, is_row, columns, inverse, square,
-    HAS_NORM: tl.constexpr, NORM_FIRST: tl.constexpr,
-):  # fmt: skip
+def norms_before(x_row, norm, offset, is_row, columns, square, eps, CHUNK: tl.constexpr):
+    """What `load_inputs` multiplies each row by, (rows,): in float16, where a row times the norm's
+    weight may exceed what the type holds before its norm, the inverse RMS."""
+    if (norm is not None) & (x_row.dtype.scalar.element_ty == tl.float16):
+        for start in range(0, columns, CHUNK):
+            column = (start + offset)[:, None, :]
+            mask = is_row[None, :, None] & (column < columns)
+            square += _squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
+        inverse = _inverse_rms(square, columns, eps)
+    else:
+        inverse = tl.full((x_row.shape[1],), 1.0, tl.float32)
+    return inverse
+
+
+@triton.jit
+def load_inputs(x_row, norm, column, is_row, columns, inverse, square):
     """x at these columns, (warps, 1, n), times its norm's weight; and the sum of its squares until
-    there. NORM_FIRST: x times `inverse` before that, instead of the sum."""
+    there, or in float16 x times `inverse` before that."""
     is_column = column < columns
     a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
-    if HAS_NORM:
+    if norm is not None:
         wide = a.to(tl.float32)
         scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
-        if NORM_FIRST:
+        if a.dtype == tl.float16:
             wide = wide * inverse[None, :, None]
         else:
-            square += squares(wide)
+            square += _squares(wide)
         a = (wide * scale).to(a.dtype)
     return a, square
 
@@ -184,9 +190,8 @@ def inputs(
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _skinny(
     x, weight, norm, bias, residual, out, num_rows, columns, outputs, out_stride, eps, ahead,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM_FIRST: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    CHUNK: tl.constexpr, WARPS: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr,
+    WARPS: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of all rows. Each warp multiplies its own columns of a chunk, so that the
     weight is read from shared memory once. What has 16 rows at least is the left operand."""
@@ -196,30 +201,21 @@ def _skinny(
     PART: tl.constexpr = CHUNK // WARPS
     IS_LEFT: tl.constexpr = OUTPUTS >= 16
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, ROWS)
     is_output = output < outputs
-    is_row = row < num_rows
+    is_row = tl.arange(0, ROWS) < num_rows
     offset = tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
     weight_row = weight + output.to(tl.int64)[None, :, None] * columns
     up_row = weight + (output + outputs).to(tl.int64)[None, :, None] * columns
-    x_row = x + row[None, :, None] * columns
+    x_row = x + tl.arange(0, ROWS)[None, :, None] * columns
     acc = tl.zeros((WARPS, OUTPUTS, ROWS) if IS_LEFT else (WARPS, ROWS, OUTPUTS), tl.float32)
     acc_up = acc
     square = tl.zeros((WARPS, ROWS, PART // 8), tl.float32)
-    inverse = tl.full((ROWS,), 1.0, tl.float32)
-    if NORM_FIRST:
-        for start in range(0, columns, CHUNK):
-            column = (start + offset)[:, None, :]
-            mask = is_row[None, :, None] & (column < columns)
-            square += squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
-        inverse = inverse_rms(square, columns, eps)
+    inverse = norms_before(x_row, norm, offset, is_row, columns, square, eps, CHUNK)
     for start in range(0, columns, CHUNK):
         column = (start + offset)[:, None, :]
         mask = is_output[None, :, None] & (column < columns)
         w = tl.load(weight_row + column, mask=mask, other=0.0)
-        a, square = inputs(
-            x_row, norm, column, is_row, columns, inverse, square, HAS_NORM, NORM_FIRST
-        )
+        a, square = load_inputs(x_row, norm, column, is_row, columns, inverse, square)
         acc = _add_product(w, a, acc, IS_LEFT)
         if IS_GATED:
             u = tl.load(up_row + column, mask=mask, other=0.0)
@@ -229,33 +225,35 @@ def _skinny(
     if not IS_LEFT:
         total = tl.trans(total)
         total_up = tl.trans(total_up)
-    if HAS_NORM and not NORM_FIRST:
-        scale = inverse_rms(square, columns, eps)[None, :]
-        total = total * scale
-        total_up = total_up * scale
     store_outputs(
-        total, total_up, x, bias, residual, out, output, row, outputs, out_stride,
-        num_rows, HAS_BIAS, HAS_RESIDUAL, IS_GATED,
+        total, total_up, square, x, norm, bias, residual, out, output, num_rows, columns, outputs,
+        out_stride, eps, IS_GATED,
     )  # fmt: skip
 
 
 @triton.jit
 def store_outputs(
-    total, total_up, x, bias, residual, out, output, row, outputs, out_stride, num_rows,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_GATED: tl.constexpr,
+    total, total_up, square, x, norm, bias, residual, out, output, num_rows, columns, outputs,
+    out_stride, eps, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Writes (output, row) sums with what is fused to them; total_up: those of up, if gated."""
+    """Writes (outputs, rows) sums with what is fused to them; total_up: those of up, if gated.
+    square: each row's sums of squares."""
     kind = out.dtype.element_ty
+    row = tl.arange(0, total.shape[1])
     is_output = output < outputs
     mask = is_output[:, None] & (row < num_rows)[None, :]
     target = row[None, :].to(tl.int64) * out_stride + output[:, None]
+    if (norm is not None) & (x.dtype.element_ty != tl.float16):
+        scale = _inverse_rms(square, columns, eps)[None, :]
+        total = total * scale
+        total_up = total_up * scale
     if IS_GATED:
         gate = silu(total.to(x.dtype.element_ty).to(tl.float32))
         up = total_up.to(x.dtype.element_ty).to(tl.float32)
         total = gate.to(x.dtype.element_ty).to(tl.float32) * up
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    if HAS_RESIDUAL:
+    if residual is not None:
         total = total.to(kind).to(tl.float32)
         total += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + target, total.to(kind), mask=mask)
@@ -269,3 +267,35 @@ def _add_product(w, a, acc, IS_LEFT: tl.constexpr):
     else:
         acc = tl.dot(a, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
     return acc
+
+
+# Sums of one program.
+_SUMMED = 1024
+
+
+def add_up(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = the sums of each row's parts, in their order, + bias. parts: (T, n, outputs) float32.
+    out: (T, outputs), or columns of a wider tensor."""
+    num_rows, num_parts, outputs = parts.shape
+    _add_up[(ceil_div(outputs, _SUMMED), num_rows)](
+        parts, bias, out, outputs, out.stride(0), PARTS=num_parts, SIZE=_SUMMED, num_warps=4,
+        **overlapped(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_up(
+    parts, bias, out, outputs, out_stride,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_kernels_before(PDL)
+    output = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(1).to(tl.int64)
+    mask = output < outputs
+    total = tl.zeros((SIZE,), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (row * PARTS + part) * outputs + output
+        total += tl.load(parts + at, mask=mask, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + output, total.to(out.dtype.element_ty), mask=mask)

@@ -18,47 +18,18 @@ def dequantize(weight: CodedWeight, first: int, out: Tensor) -> None:
     rows, columns = out.shape
     row_bytes = weight.codes.shape[1]
     _dequantize[(ceil_div(row_bytes, _SIZE), ceil_div(rows, _OUTPUTS))](
-        weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        out,
-        first,
-        rows,
-        columns,
-        row_bytes,
+        weight.codes, weight.scales, weight.zeros, out, first, rows, columns, row_bytes,
         weight.scales.shape[1],
-        BITS=weight.bits,
-        GROUP_SIZE=weight.group_size,
-        HAS_ZEROS=weight.zeros is not None,
-        LEVELS=weight.levels,
-        RUN=weight.run,
-        OUTPUTS=_OUTPUTS,
-        SIZE=_SIZE,
-        num_warps=4,
-        **overlapped(),
-    )
+        **weight.constants, OUTPUTS=_OUTPUTS, SIZE=_SIZE, num_warps=4, **overlapped(),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "rows"])
 def _dequantize(
-    codes,
-    scales,
-    zeros,
-    out,
-    first,
-    rows,
-    columns,
-    row_bytes,
-    scale_stride,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RUN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    codes, scales, zeros, out, first, rows, columns, row_bytes, scale_stride,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """SIZE bytes of OUTPUTS rows."""
     wait_for_kernels_before(PDL)
     row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -70,7 +41,7 @@ def _dequantize(
     w = tl.load(codes + where, mask=mask, other=0)
     low, high = scaled_numbers(
         w, start, scales, zeros, scale_stride, columns, first + row, is_row, out.dtype.element_ty,
-        BITS, GROUP_SIZE, HAS_ZEROS, True, LEVELS, RUN, OUTPUTS, SIZE,
+        True, BITS, GROUP_SIZE, LEVELS, RUN,
     )  # fmt: skip
     target = out + row.to(tl.int64)[:, None] * columns
     column = byte

@@ -3,21 +3,14 @@
 import triton
 import triton.language as tl
 
-from penstock.engine.kernels.codes.numbers import halves, whole
+from penstock.engine.kernels.codes.numbers import numbers
 
 
 @triton.jit
-def of_groups(
-    table,
-    stride,
-    column,
-    columns,
-    output,
-    is_output,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    RUN: tl.constexpr,
-):
+def load_groups(
+    table, stride, column, columns, output, is_output,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """Scales or zeros, (runs, outputs), of the groups that have `column`, and where bytes have
     codes of two groups, of the other. column: (runs,), of the first code of each run."""
     mask = is_output[None, :] & (column < columns)[:, None]
@@ -39,55 +32,39 @@ def of_groups(
 
 @triton.jit
 def scaled_numbers(
-    w,
-    byte,
-    scales,
-    zeros,
-    stride,
-    columns,
-    output,
-    is_output,
-    kind: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    LEVELS: tl.constexpr,
+    w, byte, scales, zeros, stride, columns, output, is_output, kind: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr,
     RUN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """The weights of w, (OUTPUTS, SIZE) bytes of which the first is `byte`, a multiple of RUN: of
+):  # fmt: skip
+    """The weights of w, (outputs, size) bytes of which the first is `byte`, a multiple of RUN: of
     the type `kind`, those of low halves and those of high ones, which are the same of 8 bits.
 
     They are rounded once, from float32, as weights that are dequantized. HAS_SCALES: else not
     multiplied.
     """
-    column = (byte + tl.arange(0, SIZE // RUN) * RUN) * (8 // BITS)
-    if BITS == 8:
-        low = whole(w, kind)
-        high = low
-    else:
-        low, high = halves(w, kind, LEVELS)
-    if HAS_ZEROS:
-        zero, zero_high = of_groups(
+    column = (byte + tl.arange(0, w.shape[1] // RUN) * RUN) * (8 // BITS)
+    low, high = numbers(w, kind, BITS, LEVELS)
+    if zeros is not None:
+        zero, zero_high = load_groups(
             zeros, stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
         )
-        low -= _of_bytes(zero, OUTPUTS, SIZE, RUN).to(kind)
+        low -= _by_byte(zero, RUN).to(kind)
         if BITS == 4:
-            high -= _of_bytes(zero_high, OUTPUTS, SIZE, RUN).to(kind)
+            high -= _by_byte(zero_high, RUN).to(kind)
     if HAS_SCALES:
-        scale, scale_high = of_groups(
+        scale, scale_high = load_groups(
             scales, stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
         )
-        low = (low.to(tl.float32) * _of_bytes(scale, OUTPUTS, SIZE, RUN)).to(kind)
+        low = (low.to(tl.float32) * _by_byte(scale, RUN)).to(kind)
         if BITS == 4:
-            high = (high.to(tl.float32) * _of_bytes(scale_high, OUTPUTS, SIZE, RUN)).to(kind)
+            high = (high.to(tl.float32) * _by_byte(scale_high, RUN)).to(kind)
     return low, high
 
 
 @triton.jit
-def _of_bytes(of_runs, OUTPUTS: tl.constexpr, SIZE: tl.constexpr, RUN: tl.constexpr):
-    """(runs, outputs) as (OUTPUTS, SIZE)."""
-    each = tl.broadcast_to(tl.trans(of_runs)[:, :, None], (OUTPUTS, SIZE // RUN, RUN))
-    return tl.reshape(each, (OUTPUTS, SIZE))
+def _by_byte(table, RUN: tl.constexpr):
+    """(runs, outputs) as (outputs, runs * RUN)."""
+    RUNS: tl.constexpr = table.shape[0]
+    OUTPUTS: tl.constexpr = table.shape[1]
+    each = tl.broadcast_to(tl.trans(table)[:, :, None], (OUTPUTS, RUNS, RUN))
+    return tl.reshape(each, (OUTPUTS, RUNS * RUN))

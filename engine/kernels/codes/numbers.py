@@ -87,7 +87,7 @@ def unpacking(levels, kind):
 
 
 @triton.jit
-def halves(codes, kind: tl.constexpr, LEVELS: tl.constexpr):
+def _halves(codes, kind: tl.constexpr, LEVELS: tl.constexpr):
     """What the low and the high halves of bytes stand for, without zeros, in the type `kind`."""
     if _HAS_ASSEMBLER and kind == tl.bfloat16:
         of_bf16: tl.constexpr = unpacking(LEVELS, "bf16")
@@ -148,7 +148,7 @@ def widening(kind):
 
 
 @triton.jit
-def whole(codes, kind: tl.constexpr):
+def _whole(codes, kind: tl.constexpr):
     """What codes of 8 bits stand for, without zeros, in the type `kind`: see `CodedWeight`."""
     if codes.dtype == tl.int8:
         numbers = codes.to(kind)
@@ -167,3 +167,15 @@ def whole(codes, kind: tl.constexpr):
         halves_of_it = ((wide << 7) & -16385).to(tl.float16, bitcast=True)
         numbers = (halves_of_it.to(tl.float32) * 256.0).to(kind)
     return numbers
+
+
+@triton.jit
+def numbers(codes, kind: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """What the low and the high halves of bytes stand for, without zeros, in the type `kind`: the
+    same number of codes of 8 bits."""
+    if BITS == 8:
+        low = _whole(codes, kind)
+        high = low
+    else:
+        low, high = _halves(codes, kind, LEVELS)
+    return low, high

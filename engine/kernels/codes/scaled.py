@@ -74,16 +74,9 @@ def _rounded(x: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, row_bytes, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     _round_rows[(rows,)](
-        x,
-        codes,
-        scales,
-        x.stride(0),
-        columns,
-        row_bytes,
-        SIZE=next_power_of_2(row_bytes),
-        num_warps=4 if row_bytes <= 4096 else 8,
-        **overlapped(),
-    )
+        x, codes, scales, x.stride(0), columns, row_bytes,
+        SIZE=next_power_of_2(row_bytes), num_warps=4 if row_bytes <= 4096 else 8, **overlapped(),
+    )  # fmt: skip
     return codes, scales
 
 

@@ -7,26 +7,25 @@ scale. Activations keep their type (W8A16, W4A16).
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.codes.groups import of_groups
-from penstock.engine.kernels.codes.numbers import halves, whole
+from penstock.engine.kernels.codes.groups import load_groups
+from penstock.engine.kernels.codes.numbers import numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import (
     FETCHING,
+    FEW_ROWS,
     MAX_ROWS,
     ahead_of_row,
-    fetch_ahead,
-    squares,
+    fetch_outputs,
+    load_inputs,
+    norms_before,
     store_outputs,
 )
 from penstock.engine.kernels.sizes import ceil_div
-
-_FEW_ROWS = 8
 
 
 class CodedTile(NamedTuple):
@@ -56,232 +55,103 @@ def skinny_grouped_linear(
 ) -> None:
     """out = x' W^T + bias + residual: see `skinny_linear`, whose arguments these are."""
     num_rows, columns = x.shape
-    outputs = out.shape[1]
+    outputs, row_bytes = out.shape[1], weight.codes.shape[1]
     warps = _STAGE_COLUMNS // weight.run
+    chunk = warps * weight.run
     assert columns == weight.columns, (x.shape, weight.columns)
     assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    row_bytes = weight.codes.shape[1]
-    chunk = warps * weight.run
     _skinny_grouped[(ceil_div(outputs, tile.outputs),)](
-        x,
-        weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        x if norm is None else norm,
-        x if bias is None else bias,
-        out if residual is None else residual,
-        out,
-        num_rows,
-        columns,
-        outputs,
-        row_bytes,
-        weight.scales.shape[1],
-        out.stride(0),
-        eps,
+        x, weight.codes, weight.scales, weight.zeros, norm, bias, residual, out, num_rows, columns,
+        outputs, row_bytes, weight.scales.shape[1], out.stride(0), eps,
         ahead_of_row(weight.codes, row_bytes, tile.outputs * (1 + is_gated), chunk),
-        HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        # Before its norm, a row times the norm's weight may exceed what float16 holds.
-        NORM_FIRST=norm is not None and x.dtype is torch.float16,
-        IS_GATED=is_gated,
-        BITS=weight.bits,
-        GROUP_SIZE=weight.group_size,
-        HAS_ZEROS=weight.zeros is not None,
-        LEVELS=weight.levels,
-        RUN=weight.run,
-        ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_ROWS,
-        OUTPUTS=tile.outputs,
-        WARPS=warps,
-        STAGES=min(tile.stages, ceil_div(row_bytes, chunk) + 1),
-        FETCHING=FETCHING,
-        num_warps=warps,
-        **overlapped(),
-    )
-
-
-@triton.jit
-def _inputs(
-    x_row,
-    norm,
-    column,
-    is_row,
-    columns,
-    inverse,
-    square,
-    HAS_NORM: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-):
-    """Of (warps, 1, run) columns: x, times its norm's weight, and the sum of squares so far."""
-    is_column = column < columns
-    a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
-    if HAS_NORM:
-        wide = a.to(tl.float32)
-        scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
-        if NORM_FIRST:
-            wide = wide * inverse[None, :, None]
-        else:
-            square += squares(wide)
-        a = (wide * scale).to(a.dtype)
-    return a, square
+        **weight.constants, IS_GATED=is_gated, ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
+        OUTPUTS=tile.outputs, WARPS=warps, STAGES=min(tile.stages, ceil_div(row_bytes, chunk) + 1),
+        FETCHING=FETCHING, num_warps=warps, **overlapped(),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _skinny_grouped(
-    x,
-    codes,
-    scales,
-    zeros,
-    norm,
-    bias,
-    residual,
-    out,
-    num_rows,
-    columns,
-    outputs,
-    row_bytes,
-    scale_stride,
-    out_stride,
-    eps,
-    ahead,
-    HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    NORM_FIRST: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCHING: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, codes, scales, zeros, norm, bias, residual, out, num_rows, columns, outputs, row_bytes,
+    scale_stride, out_stride, eps, ahead,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """OUTPUTS outputs of all rows. Each warp multiplies its own run of bytes of a chunk."""
     if PDL:
-        first = tl.program_id(0) * OUTPUTS
-        soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
-        fetch_ahead(codes, first, outputs, row_bytes, soon, OUTPUTS)
-        if IS_GATED:
-            fetch_ahead(codes, first + outputs, 2 * outputs, row_bytes, soon, OUTPUTS)
+        fetch_outputs(codes, outputs, row_bytes, ahead, OUTPUTS, IS_GATED, FETCHING)
     wait_for_kernels_before(PDL)
-    kind: tl.constexpr = x.dtype.element_ty
-    PER_BYTE: tl.constexpr = 8 // BITS
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, ROWS)
     is_output = output < outputs
-    is_row = row < num_rows
+    is_row = tl.arange(0, ROWS) < num_rows
     part = tl.arange(0, WARPS)
     inside = tl.arange(0, RUN)
     codes_row = codes + output.to(tl.int64)[None, :, None] * row_bytes
-    x_row = x + row[None, :, None] * columns
+    x_row = x + tl.arange(0, ROWS)[None, :, None] * columns
     acc = tl.zeros((WARPS, OUTPUTS, ROWS), tl.float32)
     acc_up = acc
-    # Of eight neighbouring columns, so that a thread adds up its own.
     square = tl.zeros((WARPS, ROWS, RUN // 8), tl.float32)
-    inverse = tl.full((ROWS,), 1.0, tl.float32)
-    if NORM_FIRST:
-        for start in range(0, row_bytes * PER_BYTE, WARPS * RUN):
-            column = (start + part[:, None] * RUN + inside[None, :])[:, None, :]
-            mask = is_row[None, :, None] & (column < columns)
-            square += squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
-        inverse = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
+    offset = part[:, None] * RUN + inside[None, :]
+    inverse = norms_before(x_row, norm, offset, is_row, columns, square, eps, WARPS * RUN)
     for start in tl.range(0, row_bytes, WARPS * RUN, num_stages=STAGES):
         run = start + part * RUN
         byte = (run[:, None] + inside[None, :])[:, None, :]
         mask = is_output[None, :, None] & (byte < row_bytes)
         w = tl.load(codes_row + byte, mask=mask, other=0)
-        first_column = run * PER_BYTE
-        a, square = _inputs(
-            x_row, norm, (first_column[:, None] + inside[None, :])[:, None, :], is_row, columns,
-            inverse, square, HAS_NORM, NORM_FIRST,
-        )  # fmt: skip
+        first_column = run * (8 // BITS)
+        column = (first_column[:, None] + inside[None, :])[:, None, :]
+        a, square = load_inputs(x_row, norm, column, is_row, columns, inverse, square)
         b = a
         if BITS == 4:
-            b, square = _inputs(
-                x_row, norm, (first_column[:, None] + RUN + inside[None, :])[:, None, :], is_row,
-                columns, inverse, square, HAS_NORM, NORM_FIRST,
-            )  # fmt: skip
+            b, square = load_inputs(x_row, norm, column + RUN, is_row, columns, inverse, square)
         acc = _add_products(
-            w, a, b, acc, scales, zeros, scale_stride, first_column, columns, output, is_output,
-            kind, BITS, GROUP_SIZE, HAS_ZEROS, LEVELS, RUN,
+            w, a, b, acc, scales, zeros, scale_stride, first_column, columns, output, is_output, 0,
+            BITS, GROUP_SIZE, LEVELS, RUN,
         )  # fmt: skip
         if IS_GATED:
             u = tl.load(codes_row + outputs.to(tl.int64) * row_bytes + byte, mask=mask, other=0)
             acc_up = _add_products(
-                u, a, b, acc_up, scales + outputs, zeros + outputs, scale_stride, first_column,
-                columns, output, is_output, kind, BITS, GROUP_SIZE, HAS_ZEROS, LEVELS, RUN,
+                u, a, b, acc_up, scales, zeros, scale_stride, first_column, columns, output,
+                is_output, outputs, BITS, GROUP_SIZE, LEVELS, RUN,
             )  # fmt: skip
-    total = tl.sum(acc, 0)
-    total_up = tl.sum(acc_up, 0)
-    if HAS_NORM and not NORM_FIRST:
-        scale = tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)[None, :]
-        total = total * scale
-        total_up = total_up * scale
     store_outputs(
-        total, total_up, x, bias, residual, out, output, row, outputs, out_stride,
-        num_rows, HAS_BIAS, HAS_RESIDUAL, IS_GATED,
+        tl.sum(acc, 0), tl.sum(acc_up, 0), square, x, norm, bias, residual, out, output, num_rows,
+        columns, outputs, out_stride, eps, IS_GATED,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_products(
-    w,
-    a,
-    b,
-    acc,
-    scales,
-    zeros,
-    scale_stride,
-    column,
-    columns,
-    output,
-    is_output,
-    kind: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    w, a, b, acc, scales, zeros, scale_stride, column, columns, output, is_output, first,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """w: (warps, outputs, run) bytes. a, b: (warps, rows, run), b where bytes have two codes.
 
-    column: (warps,), of the first code of each run.
+    column: (warps,), of the first code of each run. first: the row of the weight where outputs
+    begin.
     """
-    scale, scale_high = of_groups(
-        scales, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
+    kind: tl.constexpr = a.dtype
+    scale, scale_high = load_groups(
+        scales + first, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
     )
-    if HAS_ZEROS:
-        zero, zero_high = of_groups(
-            zeros, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
+    low, high = numbers(w, kind, BITS, LEVELS)
+    if zeros is not None:
+        zero, zero_high = load_groups(
+            zeros + first, scale_stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
         )
+        low = low - zero.to(kind)[:, :, None]
+        if BITS == 4:
+            high = high - zero_high.to(kind)[:, :, None]
+    product = tl.dot(low, tl.permute(a, (0, 2, 1)), input_precision="ieee")
     if BITS == 8:
-        numbers = whole(w, kind)
-        if HAS_ZEROS:
-            numbers = numbers - zero.to(kind)[:, :, None]
-        acc += _product(numbers, a) * scale[:, :, None]
+        acc += product * scale[:, :, None]
+    elif GROUP_SIZE % (2 * RUN) == 0:
+        both = tl.dot(high, tl.permute(b, (0, 2, 1)), product, input_precision="ieee")
+        acc += both * scale[:, :, None]
     else:
-        low, high = halves(w, kind, LEVELS)
-        if GROUP_SIZE % (2 * RUN) == 0:
-            if HAS_ZEROS:
-                low = low - zero.to(kind)[:, :, None]
-                high = high - zero.to(kind)[:, :, None]
-            both = tl.dot(high, tl.permute(b, (0, 2, 1)), _product(low, a), input_precision="ieee")
-            acc += both * scale[:, :, None]
-        else:
-            if HAS_ZEROS:
-                low = low - zero.to(kind)[:, :, None]
-                high = high - zero_high.to(kind)[:, :, None]
-            acc += _product(low, a) * scale[:, :, None]
-            acc += _product(high, b) * scale_high[:, :, None]
+        acc += product * scale[:, :, None]
+        product = tl.dot(high, tl.permute(b, (0, 2, 1)), input_precision="ieee")
+        acc += product * scale_high[:, :, None]
     return acc
-
-
-@triton.jit
-def _product(w, a):
-    return tl.dot(w, tl.permute(a, (0, 2, 1)), input_precision="ieee")

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.kernels.codes.groups import scaled_numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.linear import add_up
 from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
 
 # What Hopper's matrix units multiply at once has so many outputs for each four warps.
@@ -25,7 +26,6 @@ TILE_ROWS = (32, 64, 128, 256)
 # Columns of a stage: with fewer, waiting for the matrix units takes as long as they do.
 _COLUMNS = 128
 _MAX_SPLITS = 8
-_SUMMED = 1024
 
 
 class _Tile(NamedTuple):
@@ -67,83 +67,30 @@ def tiled_linear(x: Tensor, weight: CodedWeight, out: Tensor, bias: Tensor | Non
     rounds = ceil_div(row_bytes, size)
     tiles = ceil_div(outputs, tile.outputs), ceil_div(num_rows, tile.rows)
     splits = _num_splits(tiles[0] * tiles[1], rounds)
-    target, stride = out, out.stride(0)
+    parts = None
     if splits > 1:
-        target = torch.empty(splits, num_rows, outputs, dtype=torch.float32, device=x.device)
-        stride = outputs
+        parts = torch.empty(num_rows, splits, outputs, dtype=torch.float32, device=x.device)
+    target = out if parts is None else parts
     _tiled[(*tiles, splits)](
-        x,
-        weight.codes,
-        weight.scales,
-        weight.scales if weight.zeros is None else weight.zeros,
-        x if bias is None else bias,
-        target,
-        num_rows,
-        columns,
-        outputs,
-        row_bytes,
-        weight.scales.shape[1],
-        stride,
+        x, weight.codes, weight.scales, weight.zeros, bias if parts is None else None, target,
+        num_rows, columns, outputs, row_bytes, weight.scales.shape[1], target.stride(0),
         ceil_div(rounds, splits) * size,
-        HAS_BIAS=bias is not None and splits == 1,
-        BITS=weight.bits,
-        GROUP_SIZE=weight.group_size,
         # One scale for all columns of an output is exact after the sum, and costs less.
-        IS_ONE_GROUP=weight.group_size >= columns,
-        HAS_ZEROS=weight.zeros is not None,
-        LEVELS=weight.levels,
-        RUN=weight.run,
-        ROWS=tile.rows,
-        OUTPUTS=tile.outputs,
-        SIZE=size,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        **overlapped(),
-    )
-    if splits > 1:
-        _add_up[(ceil_div(outputs, _SUMMED), num_rows)](
-            target,
-            x if bias is None else bias,
-            out,
-            num_rows,
-            outputs,
-            out.stride(0),
-            HAS_BIAS=bias is not None,
-            SPLITS=splits,
-            SIZE=_SUMMED,
-            num_warps=4,
-            **overlapped(),
-        )
+        **weight.constants, IS_ONE_GROUP=weight.group_size >= columns, ROWS=tile.rows,
+        OUTPUTS=tile.outputs, SIZE=size, STAGES=tile.stages, num_warps=tile.warps, **overlapped(),
+    )  # fmt: skip
+    if parts is not None:
+        add_up(parts, out, bias)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tiled(
-    x,
-    codes,
-    scales,
-    zeros,
-    bias,
-    out,
-    num_rows,
-    columns,
-    outputs,
-    row_bytes,
-    scale_stride,
-    out_stride,
-    split_bytes,
-    HAS_BIAS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    IS_ONE_GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, codes, scales, zeros, bias, out, num_rows, columns, outputs, row_bytes, scale_stride,
+    out_stride, split_bytes,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+    IS_ONE_GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """OUTPUTS outputs of ROWS rows, of split_bytes of each row's codes."""
     wait_for_kernels_before(PDL)
     kind: tl.constexpr = x.dtype.element_ty
@@ -163,7 +110,7 @@ def _tiled(
         w = tl.load(codes_row + byte[None, :], mask=mask, other=0)
         low, high = scaled_numbers(
             w, start, scales, zeros, scale_stride, columns, output, is_output, kind,
-            BITS, GROUP_SIZE, HAS_ZEROS, not IS_ONE_GROUP, LEVELS, RUN, OUTPUTS, SIZE,
+            not IS_ONE_GROUP, BITS, GROUP_SIZE, LEVELS, RUN,
         )  # fmt: skip
         if BITS == 8:
             a = tl.load(x_row + byte[:, None], mask=is_row & (byte < columns)[:, None], other=0.0)
@@ -178,35 +125,8 @@ def _tiled(
             acc = tl.dot(high, b, acc, input_precision="ieee")
     if IS_ONE_GROUP:
         acc *= tl.load(scales + output, mask=is_output, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    part = out + tl.program_id(2).to(tl.int64) * num_rows * outputs
+    part = out + tl.program_id(2) * outputs
     target = row[None, :].to(tl.int64) * out_stride + output[:, None]
     tl.store(part + target, acc.to(out.dtype.element_ty), mask=is_output[:, None] & is_row)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_up(
-    parts,
-    bias,
-    out,
-    num_rows,
-    outputs,
-    out_stride,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Of SIZE outputs of a row. parts: (SPLITS, num_rows, outputs) float32."""
-    wait_for_kernels_before(PDL)
-    output = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    row = tl.program_id(1).to(tl.int64)
-    mask = output < outputs
-    total = tl.zeros((SIZE,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = (split * num_rows.to(tl.int64) + row) * outputs + output
-        total += tl.load(parts + at, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + output, total.to(out.dtype.element_ty), mask=mask)

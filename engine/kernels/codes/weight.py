@@ -1,6 +1,7 @@
 """`CodedWeight`: a weight in codes, as the kernels of this folder read it. Needs torch alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -31,3 +32,13 @@ class CodedWeight:
     @property
     def out_features(self) -> int:
         return len(self.codes)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels know of it when they are compiled."""
+        return {
+            "BITS": self.bits,
+            "GROUP_SIZE": self.group_size,
+            "LEVELS": self.levels,
+            "RUN": self.run,
+        }

@@ -130,7 +130,7 @@ def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
     rows_each = constants["OUTPUTS"] * gates
     chunk = constants["RUN"] * constants["WARPS"]
     rounds = -(-codes.shape[1] // chunk)
-    coded = _coded_bytes(a, constants)
+    coded = _coded_bytes(a)
     return {
         "name": f"_skinny_grouped {_kind(launched)} {outputs} x {a['columns']}",
         "memory_bytes": coded,
@@ -148,7 +148,7 @@ def _tiled(launched: Launched, loop: int) -> dict[str, Any]:
     tiles, row_tiles, splits = launched.grid
     columns = size * 8 // constants["BITS"]
     rounds = splits * -(-a["split_bytes"] // size)
-    coded = _coded_bytes(a, constants)
+    coded = _coded_bytes(a)
     # Each program reads its rows of x, and writes its sums.
     x_bytes = tiles * a["x"].nbytes
     return {
@@ -170,20 +170,20 @@ def _kind(launched: Launched) -> str:
 
 def _dequantize(launched: Launched) -> dict[str, Any]:
     """What it writes is read by the next product, from the cache if that holds it."""
-    a, constants = launched.arguments, launched.constants
+    a = launched.arguments
     rows, columns = a["out"].shape
     share = rows / len(a["codes"])
     fits = a["out"].nbytes <= _CACHED_BYTES
     return {
         "name": f"_dequantize {_kind(launched)} {rows} x {columns}",
-        "memory_bytes": int(_coded_bytes(a, constants) * share) + (0 if fits else a["out"].nbytes),
+        "memory_bytes": int(_coded_bytes(a) * share) + (0 if fits else a["out"].nbytes),
         "cached_bytes": a["out"].nbytes,
     }
 
 
-def _coded_bytes(a: dict[str, Any], constants: dict[str, Any]) -> int:
+def _coded_bytes(a: dict[str, Any]) -> int:
     """Codes, scales and zeros."""
-    tables = a["scales"].nbytes * (1 + constants["HAS_ZEROS"])
+    tables = a["scales"].nbytes * (1 + (a["zeros"] is not None))
     return int(a["codes"].nbytes) + int(tables)
 
 

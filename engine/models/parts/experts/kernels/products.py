@@ -10,12 +10,12 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import gelu, silu
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.linear import add_up
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 from penstock.engine.models.parts.experts.kernels.routing import FEW_ROWS, Tiles
 
 _FEW_OUTPUTS, _MANY_OUTPUTS = 32, 64
 _FEW_COLUMNS, _MANY_COLUMNS = 128, 64
-_SUMMED = 1024
 
 
 def gate_up(
@@ -38,11 +38,9 @@ def gate_up(
     size, columns = out.shape[1], x.shape[1]
     outputs, chunk = _sizes(tiles, columns)
     _gate_up[(ceil_div(size, outputs), len(tiles.experts))](
-        x, weight, x if bias is None else bias, *tiles[1:], out, columns, size,
-        *(clamp or (0.0, 0.0)),
-        EACH=num_per_token, HAS_BIAS=bias is not None, IS_CLAMPED=clamp is not None,
-        IS_GELU=is_gelu, ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3,
-        **overlapped(),
+        x, weight, bias, *tiles[1:], out, columns, size, *(clamp or (0.0, 0.0)),
+        EACH=num_per_token, IS_CLAMPED=clamp is not None, IS_GELU=is_gelu, ROWS=tiles.rows,
+        OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3, **overlapped(),
     )  # fmt: skip
 
 
@@ -64,13 +62,10 @@ def down(
     outputs, chunk = _sizes(tiles, columns)
     parts = weights.new_empty(num_tokens, each, hidden)
     _down[(ceil_div(hidden, outputs), len(tiles.experts))](
-        x, weight, x if bias is None else bias, weights, *tiles[1:], parts, columns, hidden,
-        HAS_BIAS=bias is not None, ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4,
-        num_stages=3, **overlapped(),
+        x, weight, bias, weights, *tiles[1:], parts, columns, hidden,
+        ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3, **overlapped(),
     )  # fmt: skip
-    _add_up[(ceil_div(hidden, _SUMMED), num_tokens)](
-        parts, out, hidden, EACH=each, SIZE=_SUMMED, num_warps=4, **overlapped()
-    )
+    add_up(parts, out)
 
 
 def _sizes(tiles: Tiles, columns: int) -> tuple[int, int]:
@@ -96,8 +91,8 @@ def _activated(gate, up, alpha, limit, IS_CLAMPED: tl.constexpr, IS_GELU: tl.con
 @triton.jit
 def _gate_up(
     x, weight, bias, order, experts, firsts, counts, out, columns, size, alpha, limit,
-    EACH: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CLAMPED: tl.constexpr, IS_GELU: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, IS_CLAMPED: tl.constexpr, IS_GELU: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernels_before(PDL)
     tile = tl.program_id(1)
@@ -124,7 +119,7 @@ def _gate_up(
         u = tl.load(weight + up_row[:, None] * columns + column[None, :], mask=mask, other=0.0)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
-    if HAS_BIAS:
+    if bias is not None:
         gate += tl.load(bias + gate_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + up_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
     active = _activated(gate, up, alpha, limit, IS_CLAMPED, IS_GELU)
@@ -135,8 +130,7 @@ def _gate_up(
 @triton.jit
 def _down(
     x, weight, bias, weights, order, experts, firsts, counts, out, columns, hidden,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernels_before(PDL)
     tile = tl.program_id(1)
@@ -159,20 +153,8 @@ def _down(
         source = weight + weight_row[:, None] * columns + column[None, :]
         w = tl.load(source, mask=is_output[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + weight_row, mask=is_output, other=0.0).to(tl.float32)[None, :]
     total *= tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
     target = out + pair.to(tl.int64)[:, None] * hidden + output[None, :]
     tl.store(target, total, mask=is_row[:, None] & is_output[None, :])
-
-
-@triton.jit
-def _add_up(parts, out, hidden, EACH: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr):
-    wait_for_kernels_before(PDL)
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    mask = column < hidden
-    total = tl.zeros((SIZE,), tl.float32)
-    for index in range(EACH):
-        total += tl.load(parts + (token * EACH + index) * hidden + column, mask=mask, other=0.0)
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=mask)
