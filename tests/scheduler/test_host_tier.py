@@ -1,7 +1,7 @@
 """A device that runs ahead has a tier in the host's memory: in whatever order its streams go on, no
 block is read or written at the wrong time."""
 
-from collections import Counter
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -16,6 +16,7 @@ from penstock.engine.memory.tiers.block_files import BlockFiles
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_pieces import HostPieces
 from penstock.engine.memory.tiers.host_tier import HostTier
+from penstock.scheduler.cache.prefix import block_digests, root_digest
 from penstock.scheduler.cache.tier import TierBlock
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
@@ -46,16 +47,17 @@ def engine(
     max_batched_tokens: int = 32,
 ) -> AheadDriver:
     """As a new process would begin. most_blocks: that move at once."""
-    movers: list[SimulatedMover] = []
+    parts: list[tuple[SimulatedMover, HostPieces, DiskTier | None]] = []
 
     def make_tier(memory: BlockMemory) -> HostTier:
         sizes = [memory.num_bytes(group) for group in range(len(windows))]
         pieces = HostPieces(sizes, num_slots, slice_bytes=5 * sum(sizes))
-        movers.append(SimulatedMover(memory, pieces, most_blocks))
+        mover = SimulatedMover(memory, pieces, most_blocks)
         disk = None
         if directory is not None:
             disk = DiskTier(BlockFiles(directory, IDENTITY, GIB), pieces, 1e9, num_readers=0)
-        return HostTier(movers[0], pieces, 1e9, disk, has_threads=False)
+        parts.append((mover, pieces, disk))
+        return HostTier(mover, pieces, 1e9, disk, has_threads=False)
 
     driver = AheadDriver(
         num_blocks=num_blocks,
@@ -69,18 +71,21 @@ def engine(
         make_tier=make_tier,
     )
     assert isinstance(driver.tier, HostTier)
-    driver.host, [driver.mover] = driver.tier, movers
+    driver.host, [(driver.mover, driver.pieces, driver.disk)] = driver.tier, parts
     return driver
 
 
-def flip_a_bit(driver: AheadDriver, seed: int) -> None:
-    """In the memory of some block that is ready, if there is one."""
-    tier = driver.host
-    ready = [(group, piece) for group, each in enumerate(tier._ready) for piece in each.values()]
-    if ready:
-        group, piece = ready[seed % len(ready)]
-        [run] = tier._pieces.runs(group, [piece.slot])
+def flip_bits(driver: AheadDriver, slots: Iterable[int], seed: int = 0, group: int = 0) -> None:
+    """Flips a bit of each of these slots, in whatever state it is."""
+    for slot in slots:
+        [run] = driver.pieces.runs(group, [slot])
         run[0, seed % run.shape[1]] ^= 1 << seed % 8
+
+
+def digests_of(driver: AheadDriver, request: Request) -> list[bytes]:
+    key = driver.host.key
+    root = root_digest(request.cache_salt, None, key)
+    return block_digests(root, request.prompt_token_ids, BLOCK_SIZE, key)
 
 
 def test_a_prefix_comes_back_from_memory_after_its_blocks_were_used_for_others() -> None:
@@ -110,11 +115,7 @@ def test_a_block_whose_memory_changed_is_computed_again(seed: int) -> None:
     driver = engine(num_blocks=17)
     hits(driver, make_request("a", [5] * 30, max_tokens=1))
     hits(driver, make_request("b", [6] * 60, max_tokens=1))
-    tier = driver.host
-    assert tier._ready[0]
-    for piece in tier._ready[0].values():  # of all
-        [run] = tier._pieces.runs(0, [piece.slot])
-        run[0, seed % run.shape[1]] ^= 1 << seed % 8
+    flip_bits(driver, range(100), seed)
     evicted = in_memory(driver).num_blocks
     assert hits(driver, make_request("c", [5] * 30)) < 28
     assert 0 < in_memory(driver).damaged_blocks_total < evicted
@@ -128,11 +129,9 @@ def test_memory_that_changed_before_its_file_was_written_is_found_too(tmp_path: 
     while driver.scheduler.has_work:
         driver.step()
     tier = driver.host
-    while tier._begin_stores():
-        tier._end_stores()
-    for piece in tier._ready[0].values():
-        [run] = tier._pieces.runs(0, [piece.slot])
-        run[0, 3] ^= 1
+    while tier.begin_stores():
+        tier.end_stores()
+    flip_bits(driver, range(100))
     tier.work()
     assert len(files_in(tmp_path)) == 9  # each with the checksum of what was computed
     again = engine(tmp_path)
@@ -157,9 +156,9 @@ def test_what_memory_has_no_room_for_comes_from_the_disk_and_so_after_a_restart(
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_file_is_computed_again(tmp_path: Path, kind: str) -> None:
     first = engine(tmp_path)
-    hits(first, make_request("a", 30))
-    digests = [*first.kv._block_of]
-    damage(next(tmp_path.glob(f"*/*/{digests[2].hex()}.0")), kind, seed=1)
+    request = make_request("a", 30)
+    hits(first, request)
+    damage(next(tmp_path.glob(f"*/*/{digests_of(first, request)[2].hex()}.0")), kind, seed=1)
     assert hits(engine(tmp_path), make_request("b", 30)) == 8
     assert hits(engine(tmp_path), make_request("c", 30)) == 28
 
@@ -169,12 +168,9 @@ def test_a_load_that_was_cancelled_writes_nothing() -> None:
     hits(driver, make_request("a", [5] * 30))
     hits(driver, make_request("b", [6] * 60, max_tokens=1))
     driver.scheduler.add(make_request("c", [5] * 30))
-    driver.step()
-    loading = dict(driver.host._loads)
-    assert loading and not any(load.is_taken for load in loading.values())
+    assert not driver.step()  # it waits for its load, which nobody has begun
     driver.now += 2.0  # it is late
-    driver.step()
-    assert not driver.host._loads
+    assert driver.step()
     read = in_memory(driver).read_bytes_total
     driver.run()
     assert in_memory(driver).read_bytes_total == read
@@ -186,16 +182,15 @@ def test_a_step_waits_for_the_gather_of_a_block_that_it_writes_to() -> None:
     driver.scheduler.add(make_request("a", 30, max_tokens=1))
     while driver.scheduler.has_work:
         driver.step()
-    assert driver.host._begin_stores() and driver.host._gathering
-    block_id, block = next(iter(driver.host._gathering.blocks.items()))
-    before = bytes(driver.mover._memory.read(0, block_id))
-    driver.host.withdraw(0, block_id)
+    assert driver.host.begin_stores()
+    [(group, moves)] = driver.mover.gathers
+    before = bytes(driver.mover.memory.read(group, moves[0].block_id))
+    driver.host.withdraw(group, moves[0].block_id)
     zeros = memoryview(bytes(len(before)))
-    driver.mover.steps.put(lambda: driver.mover._memory.write(0, block_id, zeros))
+    driver.mover.steps.put(lambda: driver.mover.memory.write(group, moves[0].block_id, zeros))
     driver.mover.steps.record().finish()
-    driver.host._end_stores()
-    slot = driver.host._ready[0][block].slot
-    assert bytes(driver.mover._slot(0, slot)) == before
+    driver.host.end_stores()
+    assert bytes(driver.mover.slot(group, moves[0].slot)) == before
 
 
 def test_a_block_that_was_evicted_before_it_was_stored_is_not_stored() -> None:
@@ -213,8 +208,8 @@ def test_a_block_that_was_evicted_before_it_was_stored_is_not_stored() -> None:
     driver.scheduler.add(make_request("c", prompt, max_tokens=1))
     driver.launch()
     driver.collect()  # the second step
-    if driver.host._begin_stores():
-        driver.host._end_stores()  # what the second wrote, as the third has not run
+    if driver.host.begin_stores():
+        driver.host.end_stores()  # what the second wrote, as the third has not run
     driver.run()
     hits(driver, make_request("d", [7] * 63, max_tokens=1))  # takes all blocks
     assert hits(driver, make_request("e", prompt, max_tokens=1)) == 60
@@ -222,28 +217,30 @@ def test_a_block_that_was_evicted_before_it_was_stored_is_not_stored() -> None:
 
 def test_groups_of_layers_take_turns_when_blocks_are_gathered() -> None:
     driver = engine(windows=(None, 9), more_blocks=(24,), most_blocks=1)
-    tier, groups = driver.host, []
+    tier = driver.host
     for number in range(4):
         for group in (0, 1):  # always more of both
             tier.store(TierBlock(group, bytes([number])), number)
-        assert tier._begin_stores() and tier._gathering
-        groups.append(tier._gathering.group)
-        tier._end_stores()
-    assert groups == [0, 1, 0, 1]
+        assert tier.begin_stores() and not tier.begin_stores()
+        tier.end_stores()
+    assert [group for group, _ in driver.mover.gathers] == [0, 1, 0, 1]
 
 
 def test_a_load_waits_for_the_steps_that_were_launched_before_it() -> None:
     driver = engine()
-    hits(driver, make_request("a", 30))
-    block, piece = next(iter(driver.host._ready[0].items()))
-    expected = bytes(driver.mover._slot(0, piece.slot))
+    request = make_request("a", 30)
+    hits(driver, request)
+    digest = digests_of(driver, request)[0]
+    block_id = driver.kv.find(digest)
+    assert block_id is not None
+    expected = bytes(driver.mover.memory.read(0, block_id))
     zeros = memoryview(bytes(len(expected)))
-    driver.mover.steps.put(lambda: driver.mover._memory.write(0, 20, zeros))
-    driver.host.load({block: 20})
+    driver.mover.steps.put(lambda: driver.mover.memory.write(0, 20, zeros))
+    driver.host.load({TierBlock(0, digest): 20})
     driver.host.work()
     driver.mover.steps.record().finish()
     assert [loaded.is_intact for loaded in driver.host.loaded()] == [True]
-    assert bytes(driver.mover._memory.read(0, 20)) == expected
+    assert bytes(driver.mover.memory.read(0, 20)) == expected
 
 
 def test_what_a_failed_sequence_computed_is_not_found_again() -> None:
@@ -251,11 +248,12 @@ def test_what_a_failed_sequence_computed_is_not_found_again() -> None:
     hits(driver, make_request("a", 30))
     request = make_request("b", 30)
     driver.scheduler.add(request)
-    driver.step()
-    [sequence] = driver.scheduler._requests[request.id]
-    driver.scheduler._finish(sequence, FinishReason.INVALID_LOGITS)
+    driver.launch()
+    sampled = driver.launched.popleft().wait()
+    sampled = sampled._replace(failed={0: FinishReason.INVALID_LOGITS})
+    driver.record(driver.scheduler.update(sampled))
     driver.run()
-    assert not any(TierBlock(0, digest) in driver.host for digest in sequence.block_digests)
+    assert not any(TierBlock(0, digest) in driver.host for digest in digests_of(driver, request))
 
 
 class Walk:
@@ -291,7 +289,7 @@ class Walk:
 
     def go(self, num_actions: int) -> None:
         chance = self.chance
-        for number in range(num_actions):
+        for _ in range(num_actions):
             driver = self.driver
             match chance.choices(FOREGROUND, FOREGROUND_WEIGHTS)[0]:
                 case "add":
@@ -305,7 +303,9 @@ class Walk:
                 case "collect" if driver.launched:
                     driver.collect()
                 case "flip":
-                    flip_a_bit(driver, chance.randrange(10_000))
+                    slots = [chance.randrange(self.options["num_slots"])]
+                    group = chance.randrange(len(self.windows))
+                    flip_bits(driver, slots, chance.randrange(10_000), group)
                 case "damage" if self.directory and (files := files_in(self.directory)):
                     damage(chance.choice(files), chance.choice(DAMAGES), chance.randrange(1000))
                 case "wait":  # loads that have not ended are late; and nobody waits for others
@@ -315,8 +315,6 @@ class Walk:
                     self.start()
                 case "background":
                     self.background(chance.choices(BACKGROUND, self.weights)[0])
-            if number % 8 == 0:
-                self.check_blocks()
 
     def add(self) -> None:
         chance, name = self.chance, str(next(self.names))
@@ -338,19 +336,16 @@ class Walk:
         match what:
             case "steps" | "outward" | "inward":
                 getattr(mover, what).go_on()
-            case "begin stores" if host._gathering is None:
-                host._begin_stores()
-            case "begin loads" if host._scattering is None:
-                host._begin_loads()
+            case "begin stores":
+                host.begin_stores()
+            case "begin loads":
+                host.begin_loads()
             case "end stores":
-                host._end_stores()
+                host.end_stores()
             case "end loads":
-                host._end_loads()
-            case "disk":
-                disk = host._disk
-                for queue in (disk._reads, disk._writes) if disk else ():
-                    if not queue.empty():
-                        queue.get()()
+                host.end_loads()
+            case "disk" if self.driver.disk:
+                self.driver.disk.work(most=1)
 
     def end(self) -> None:
         driver = self.driver
@@ -360,9 +355,13 @@ class Walk:
         driver.run()
         driver.host.work()
         driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
-        assert not any(kv.num_used for kv in driver.scheduler._kv.blocks)
+        found = driver.scheduler.stats()
+        assert [found.num_used_blocks, *(each.num_used for each in found.more_groups)] == [
+            0 for _ in self.windows
+        ]
         assert not driver.host.rate.open_bytes
         self.check()
+        self.check_slots()
 
     def check(self) -> None:
         """What was answered is what there is alone."""
@@ -372,34 +371,19 @@ class Walk:
             )
             assert tokens == alone.tokens[name, index][: len(tokens)]
 
-    def check_blocks(self) -> None:
-        """No block is lost or doubled, and no slot."""
-        scheduler, tier = self.driver.scheduler, self.driver.host
-        assert scheduler._loads is not None
-        for group, kv in enumerate(scheduler._kv.blocks):
-            held = Counter(
-                block
-                for sequences in scheduler._requests.values()
-                for sequence in sequences
-                for table in sequence.tables[group : group + 1]
-                for block in table.block_ids[table.num_released :]
-            )
-            held.update(scheduler._loads.block_ids(group))
-            assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
-            assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
-            slots = [piece.slot for piece in tier._ready[group].values()]
-            slots += [slot for block, slot in tier._reading.items() if block.group == group]
-            if tier._gathering and tier._gathering.group == group:
-                slots += tier._gathering.slots
-            loads = [*tier._loads.values(), *(tier._scattering.loads if tier._scattering else ())]
-            dropped = {
-                load.piece.slot
-                for load in loads
-                if load.block.group == group and load.piece and load.piece.is_dropped
-                if load.piece.num_pins
-            }
-            slots += [*dropped, *tier._free[group]]
-            assert sorted(slots) == list(range(self.options["num_slots"]))
+    def check_slots(self) -> None:
+        """No slot is lost or doubled: as many new blocks as there are slots are there at once."""
+        tier, num_slots = self.driver.host, self.options["num_slots"]
+        blocks = [
+            TierBlock(group, f"{group} {number}".encode())
+            for group in range(len(self.windows))
+            for number in range(num_slots)
+        ]
+        for block in blocks:
+            tier.store(block, 0)
+            tier.work()
+        assert all(block in tier for block in blocks)
+        assert in_memory(self.driver).num_blocks == len(blocks)
 
 
 @pytest.mark.parametrize("has_disk", [False, True])

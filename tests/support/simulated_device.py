@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from penstock.engine.memory.tiers.disk_tier import BlockMemory
+from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_pieces import HostPieces
 from penstock.engine.memory.tiers.host_tier import HostTier, Move
 from penstock.scheduler.types import SampledTokens, ScheduledBatch
@@ -76,8 +76,9 @@ class SimulatedMover:
     """See `penstock.engine.memory.tiers.host_tier.BlockMover`."""
 
     def __init__(self, memory: BlockMemory, pieces: HostPieces, most_blocks: int) -> None:
-        self._memory, self._pieces = memory, pieces
+        self.memory, self._pieces = memory, pieces
         self._most_blocks = most_blocks
+        self.gathers: list[tuple[int, list[Move]]] = []  # group and moves of each
         self.steps, self.outward, self.inward = Stream(), Stream(), Stream()
 
     def most_blocks(self, group: int) -> int:
@@ -92,13 +93,14 @@ class SimulatedMover:
 
     def gather(self, group: int, moves: Sequence[Move]) -> Moving:
         moving, staged = Moving(), list[bytes]()
+        self.gathers.append((group, [*moves]))
 
         def read(move: Move) -> Task:
-            return lambda: staged.append(bytes(self._memory.read(group, move.block_id)))
+            return lambda: staged.append(bytes(self.memory.read(group, move.block_id)))
 
         def write(row: int, move: Move) -> Task:
             def run() -> None:
-                self._slot(group, move.slot)[:] = staged[row]
+                self.slot(group, move.slot)[:] = staged[row]
                 moving.checksums.append(crc32(staged[row], move.seed & 0xFFFFFFFF))
 
             return run
@@ -118,10 +120,10 @@ class SimulatedMover:
 
         def copy(move: Move, expected: int) -> Task:
             def run() -> None:
-                content = bytes(self._slot(group, move.slot))
+                content = bytes(self.slot(group, move.slot))
                 moving.checksums.append(crc32(content, move.seed & 0xFFFFFFFF))
                 if moving.checksums[-1] == expected:
-                    self._memory.write(group, move.block_id, memoryview(content))
+                    self.memory.write(group, move.block_id, memoryview(content))
 
             return run
 
@@ -132,7 +134,7 @@ class SimulatedMover:
         moving.ended = self.inward.record()
         return moving
 
-    def _slot(self, group: int, slot: int) -> memoryview:
+    def slot(self, group: int, slot: int) -> memoryview:
         [run] = self._pieces.runs(group, [slot])
         return run[0].numpy().data
 
@@ -155,6 +157,8 @@ class AheadDriver(Driver):
 
     mover: SimulatedMover
     host: HostTier
+    pieces: HostPieces
+    disk: DiskTier | None
 
     def launch(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule(self.now)

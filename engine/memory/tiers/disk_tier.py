@@ -163,10 +163,11 @@ class DiskTier:
     def place_stats(self) -> PlaceStats:
         return self._counts._replace(num_blocks=len(self._known), num_bytes=self._total_bytes)
 
-    def work(self) -> None:
-        """Does all that the threads would have done by now, for tests that have none."""
+    def work(self, most: int | None = None) -> None:
+        """Does what the threads would have done by now, where there are none: all, or so many tasks
+        of each kind."""
         for queue in (self._reads, self._writes):
-            while not queue.empty():
+            for _ in range(queue.qsize() if most is None else min(most, queue.qsize())):
                 queue.get()()
 
     def flush(self) -> None:

@@ -297,13 +297,13 @@ class HostTier:
         """Does all that the threads would have done by now, where there are none."""
         is_busy = True
         while is_busy:
-            self._end_stores()
-            self._end_loads()
-            is_busy = self._begin_stores() or self._begin_loads()
+            self.end_stores()
+            self.end_loads()
+            is_busy = self.begin_stores() or self.begin_loads()
         if self._disk is not None:
             self._disk.work()
 
-    # Called by threads.
+    # Called by threads, or by whoever steps a tier that has none.
 
     def _grow(self) -> None:
         try:
@@ -323,16 +323,19 @@ class HostTier:
     def _run_stores(self) -> None:
         with _logged():
             while True:
-                self._begin_stores(waits=True)
-                self._end_stores()
+                self.begin_stores(waits=True)
+                self.end_stores()
 
     def _run_loads(self) -> None:
         with _logged():
             while True:
-                self._begin_loads(waits=True)
-                self._end_loads()
+                self.begin_loads(waits=True)
+                self.end_loads()
 
-    def _begin_stores(self, *, waits: bool = False) -> bool:
+    def begin_stores(self, *, waits: bool = False) -> bool:
+        """Begins to gather blocks, if there are any, and none are being gathered."""
+        if self._gathering is not None:
+            return False
         with self._lock:
             while not (blocks := self._next_stores()):
                 if not waits:
@@ -366,7 +369,7 @@ class HostTier:
                 break
         return found
 
-    def _end_stores(self) -> None:
+    def end_stores(self) -> None:
         if (gathering := self._gathering) is None:
             return
         checksums = gathering.transfer.wait()
@@ -385,7 +388,10 @@ class HostTier:
             num_bytes = len(blocks) * self._pieces.piece_bytes(group)
             self._count(written_bytes_total=num_bytes, write_s_total=seconds)
 
-    def _begin_loads(self, *, waits: bool = False) -> bool:
+    def begin_loads(self, *, waits: bool = False) -> bool:
+        """Begins to scatter blocks, if there are any, and none are being scattered."""
+        if self._scattering is not None:
+            return False
         with self._lock:
             while not (loads := self._next_loads()):
                 if not waits:
@@ -418,7 +424,7 @@ class HostTier:
             self._queued.popleft()
         return loads
 
-    def _end_loads(self) -> None:
+    def end_loads(self) -> None:
         if (scattering := self._scattering) is None:
             return
         found = scattering.transfer.wait()
