@@ -11,7 +11,7 @@ INTERRUPTED = 130  # of a program that Ctrl-C ended, in a shell
 
 
 def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTERRUPTED) -> int:
-    """What `run` returns, or the status of its error. interrupted: that of Ctrl-C."""
+    """Returns the status that `run` returns, or that of its error. interrupted: that of Ctrl-C."""
     try:
         return run()
     except KeyboardInterrupt:
@@ -22,6 +22,11 @@ def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTE
     except PenstockError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
+
+
+def printer(command: str) -> Callable[[str], None]:
+    """Returns what prints a line on stderr, after the command: stdout has the result alone."""
+    return lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True)
 
 
 def discard_output() -> None:

@@ -4,9 +4,15 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from penstock.loadtest.simulate.replica import SimulatedServer
-from penstock.loadtest.simulate.server import Named, calibrated_server, planned_server
+from penstock.loadtest.simulate.server import (
+    NamedServer,
+    calibrated_server,
+    check_source,
+    planned_server,
+)
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
@@ -37,13 +43,13 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
-        """Of one replica. On a processor, all ranks are on one machine."""
+        """The devices of one replica. On a processor, all ranks are on one machine."""
         tensor_size, num_stages = self.ranks
         return 1 if self.server.info.computed_by else tensor_size * num_stages
 
     @property
     def replica_price(self) -> float | None:
-        """Of one replica, an hour."""
+        """The price of one replica, an hour."""
         return None if self.price is None else self.price * self.num_devices
 
     def __str__(self) -> str:
@@ -57,8 +63,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """name: of the model. notes: how far its step times can be trusted. left_out: what cannot run,
-    and why."""
+    """name: the model's. notes: how far its step times can be trusted. left_out: why others cannot
+    run."""
 
     name: str
     notes: list[str]
@@ -68,15 +74,27 @@ class Candidates:
 
 def make_candidates(args: argparse.Namespace) -> Candidates:
     """Raises InvalidConfig where none of them can run."""
-    if (args.calibration is None) == (args.model_dir is None):
-        raise InvalidConfig(
-            "give either --calibration, a file of penstock calibrate, or a model's directory and "
-            "--device; see penstock plan --help"
-        )
+    check_source(args, "penstock plan")
     prices = _prices(args)
     if args.calibration is not None:
-        return _calibrated(args, prices[0])
-    return _planned(args, prices)
+        attempts = list(_calibrated(args, prices[0]))
+    else:
+        attempts = list(_planned(args, prices))
+    servers = [each for each in attempts if isinstance(each, _Server)]
+    left_out = list(dict.fromkeys(each for each in attempts if isinstance(each, str)))
+    if not servers:
+        raise InvalidConfig(f"no candidate can run: {left_out[0]}")
+    return Candidates(
+        name=servers[0].named.name,
+        notes=list(dict.fromkeys(each.named.note for each in servers)),
+        all=[each.candidate for each in servers],
+        left_out=left_out,
+    )
+
+
+class _Server(NamedTuple):
+    candidate: Candidate
+    named: NamedServer
 
 
 def _prices(args: argparse.Namespace) -> list[float | None]:
@@ -97,11 +115,11 @@ def _prices(args: argparse.Namespace) -> list[float | None]:
     return list(prices)
 
 
-def _calibrated(args: argparse.Namespace, price: float | None) -> Candidates:
+def _calibrated(args: argparse.Namespace, price: float | None) -> Iterator[_Server | str]:
+    """Yields a server, or why it cannot run."""
     for flag, value in (("--device", args.devices), ("--quantization", args.quantization)):
         if value is not None:
             raise InvalidConfig(f"{flag} is that of --calibration; remove it")
-    found = _Found()
     args.device = None
     values = (args.sizes, args.seqs, args.tokens)
     for chosen in product(*(each or (None,) for each in values)):
@@ -111,40 +129,11 @@ def _calibrated(args: argparse.Namespace, price: float | None) -> Candidates:
         except InvalidConfig as error:
             if values == (None, None, None):
                 raise
-            found.left_out[str(error)] = None
+            yield str(error)
             continue
         info = named.server.info
         quantization = info.quantization.method if info.quantization else None
-        found.add(named, info.device, price, quantization)
-    return found.candidates()
-
-
-class _Found:
-    """Candidates, as they are found."""
-
-    def __init__(self) -> None:
-        self.left_out: dict[str, None] = {}
-        self._name = ""
-        self._made: list[Candidate] = []
-        self._notes: dict[str, None] = {}
-
-    def add(self, named: Named, device: str, price: float | None, quantization: str | None) -> None:
-        self._name = named.name
-        self._notes[named.note] = None
-        self._made.append(
-            Candidate(device=device, price=price, quantization=quantization, server=named.server)
-        )
-
-    def candidates(self) -> Candidates:
-        """Raises InvalidConfig where there is none."""
-        if not self._made:
-            raise InvalidConfig(f"no candidate can run: {next(iter(self.left_out))}")
-        return Candidates(
-            name=self._name,
-            notes=list(self._notes),
-            all=self._made,
-            left_out=list(self.left_out),
-        )
+        yield _server(named, info.device, price, quantization)
 
 
 # Those that differ enough to matter for a GPU, and not so many that a plan takes an hour.
@@ -152,10 +141,10 @@ _SEQS, _TOKENS = (128, 256, 512), (1024, 2048, 8192)
 _WEIGHTS = (NO_QUANTIZATION, "int8")
 
 
-def _planned(args: argparse.Namespace, prices: list[float | None]) -> Candidates:
+def _planned(args: argparse.Namespace, prices: list[float | None]) -> Iterator[_Server | str]:
+    """Yields a server, or why it cannot run."""
     if not args.devices:
         raise InvalidConfig("give the --device on which the model would run, such as H200")
-    found = _Found()
     for (device, price), weights in product(
         zip(args.devices, prices, strict=True), args.quantization or _WEIGHTS
     ):
@@ -163,13 +152,21 @@ def _planned(args: argparse.Namespace, prices: list[float | None]) -> Candidates
         for size in args.sizes or _sizes_that_fit(args, device, quantization):
             for limits in _limits(args):
                 try:
-                    named = _server(args, device, quantization, size, limits)
+                    named = _named_server(args, device, quantization, size, limits)
                 except PenstockError as error:
                     what = f"{device}, TP {size}, {weights} weights, {limits[0]} sequences"
-                    found.left_out[f"{what}: {error}"] = None
+                    yield f"{what}: {error}"
                     continue
-                found.add(named, device, price, quantization)
-    return found.candidates()
+                yield _server(named, device, price, quantization)
+
+
+def _server(
+    named: NamedServer, device: str, price: float | None, quantization: str | None
+) -> _Server:
+    candidate = Candidate(
+        device=device, price=price, quantization=quantization, server=named.server
+    )
+    return _Server(candidate, named)
 
 
 def _limits(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
@@ -187,7 +184,7 @@ def _sizes_that_fit(
 
     for size in MACHINE_SIZES:
         try:
-            _server(args, device, quantization, size, next(_limits(args)))
+            _named_server(args, device, quantization, size, next(_limits(args)))
         except PenstockError:
             continue
         if size > 1:
@@ -196,13 +193,13 @@ def _sizes_that_fit(
     return (1,)
 
 
-def _server(
+def _named_server(
     args: argparse.Namespace,
     device: str,
     quantization: str | None,
     size: int,
     limits: tuple[int, int],
-) -> Named:
+) -> NamedServer:
     """Raises PenstockError."""
     seqs, tokens = limits
     scheduler = SchedulerConfig(

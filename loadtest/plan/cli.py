@@ -3,7 +3,6 @@
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,29 +18,23 @@ from penstock.loadtest.bench.flags import add_dataset
 from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.bench.results import show_text, writing
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
-from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.exit_status import exit_status, printer
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
     Candidate,
     Candidates,
     make_candidates,
 )
-from penstock.loadtest.plan.choice import choose, front, sized
-from penstock.loadtest.plan.document import NO_STAGES, Made, as_csv, document
+from penstock.loadtest.plan.choice import Choice, Sized, choose, front, sized
+from penstock.loadtest.plan.document import CapacityPlan, as_csv, document
 from penstock.loadtest.plan.load import Load
 from penstock.loadtest.plan.page import plan_page
-from penstock.loadtest.plan.refutation import (
-    bench_command,
-    check_config,
-    expectation,
-    serve_command,
-)
+from penstock.loadtest.plan.refutation import refutation
 from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.plan.table import render_plan
 from penstock.loadtest.plan.targets import Targets
-from penstock.loadtest.plan.workers import Task, in_order, search_all
+from penstock.loadtest.plan.workers import Task, search_all
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
-from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig
 
 _DESCRIPTION = """\
@@ -55,6 +48,14 @@ refute it.
   penstock plan --calibration here.json --goodput ttft:200 tpot:20 --max-num-seqs 16 64"""
 
 _NOTABLE_UNCHECKED = 0.05
+# A note on a plan from a datasheet; a calibration has the stages that were measured.
+NO_STAGES = (
+    "PP stays at 1: how long states take from the GPUs of a stage to those of the next is not in "
+    "the step model, and a plan does not recommend what it cannot predict. More devices than a "
+    "replica has are more replicas, behind a router of your own"
+)
+
+say = printer("penstock plan")
 
 
 def make_parser() -> BenchParser:
@@ -65,7 +66,7 @@ def make_parser() -> BenchParser:
     _add_load(parser)
     add_dataset(parser)
     _add_result(parser)
-    # What of a measured load has no meaning here.
+    # Flags of a measured load that have no meaning here, and are read all the same.
     parser.set_defaults(
         num_prompts=1, max_concurrency=None, ramp_up_strategy=None, ramp_up_start_rps=None,
         ramp_up_end_rps=None, endpoint=None, backend=None, policy=None, batching=None,
@@ -145,23 +146,50 @@ def _plan(argv: list[str]) -> int:
         targets=targets,
         precision=args.precision,
     )
+    first_notes = [*candidates.notes, *candidates.left_out]
     load = task.load()
-    rate = None if math.isinf(args.request_rate) else args.request_rate
+    for line in first_notes:
+        say(line)
+    if args.seed is None:
+        say(f"seed {workload.seed}; --seed with it makes the same plan again")
+    plan = _capacity_plan(parser, args, candidates, task, load)
+    text = render_plan(plan)
+    show_text(msgspec.json.encode(document(plan)).decode() if args.json else text)
+    for line in plan.notes[len(first_notes) :]:
+        say(line)
+    _write(args, plan, text)
+    return 0 if plan.choice and plan.choice.point.is_met else 1
+
+
+def _capacity_plan(
+    parser: BenchParser, args: argparse.Namespace, candidates: Candidates, task: Task, load: Load
+) -> CapacityPlan:
     own_rate = load.own_rate() if load.follows_trace else 1.0
+    rate = None if math.isinf(args.request_rate) else args.request_rate
     if load.follows_trace:
         rate = own_rate
-    for line in (*candidates.notes, *candidates.left_out):
-        _say(line)
-    if args.seed is None:
-        _say(f"seed {workload.seed}; --seed with it makes the same plan again")
     searched = _search(task, candidates.all, load, args.jobs or os.cpu_count() or 1)
-    made = _made(parser, args, candidates, searched, task, load, rate, own_rate)
-    text = render_plan(made)
-    show_text(msgspec.json.encode(document(made)).decode() if args.json else text)
-    for line in made.notes[len(candidates.notes) + len(candidates.left_out) :]:
-        _say(line)
-    _write(args, made, text)
-    return 0 if made.choice and made.choice.is_confirmed else 1
+    ranked, choice, check = sized(searched, rate), None, None
+    notes = [*candidates.notes, *candidates.left_out]
+    if args.calibration is None:
+        notes.append(NO_STAGES)
+    if ranked:
+        choice = choose(ranked[0], load, task.targets, ranked[0].limit if rate is None else rate)
+        check = refutation(parser, args, candidates.name, choice, task, own_rate)
+        notes += _notes(args, ranked, choice)
+    return CapacityPlan(
+        name=candidates.name,
+        date=f"{datetime.now():%Y%m%d-%H%M%S}",
+        version=metadata.version("penstock"),
+        rate=rate,
+        targets=task.targets,
+        searched=searched,
+        ranked=ranked,
+        choice=choice,
+        front=front(searched),
+        refutation=check,
+        notes=notes,
+    )
 
 
 def _checked(args: argparse.Namespace) -> tuple[WorkloadConfig, Targets]:
@@ -188,9 +216,9 @@ def _search(
 ) -> list[Searched]:
     num_processes = min(num_processes, len(candidates))
     processes = f"{num_processes} processes" if num_processes > 1 else "1 process"
-    _say(f"{len(candidates)} candidates, {task.seconds:g} s a probe, {processes}")
+    say(f"{len(candidates)} candidates, {task.seconds:g} s a probe, {processes}")
     progress = _progress(len(candidates))
-    return in_order(candidates, search_all(task, candidates, load, num_processes), progress)
+    return search_all(task, candidates, load, num_processes, progress)
 
 
 def _progress(total: int) -> Callable[[int, Searched], None]:
@@ -206,7 +234,7 @@ def _progress(total: int) -> Callable[[int, Searched], None]:
         left = f"; {elapsed_s / num_done * (total - num_done):.0f} s left" * (num_done < total)
         num_steps = sum(point.num_steps for point in searched.points)
         cpu_s = sum(point.cpu_s for point in searched.points)
-        _say(
+        say(
             f"{num_done} of {total}: {searched.candidate}: {found}; {len(searched.points)} probes, "
             f"{cpu_s:.1f} s of CPU, {cpu_s / max(1, num_steps) * 1e6:.0f} us a step{left}"
         )
@@ -214,82 +242,39 @@ def _progress(total: int) -> Callable[[int, Searched], None]:
     return progress
 
 
-def _made(
-    parser: BenchParser,
-    args: argparse.Namespace,
-    candidates: Candidates,
-    searched: list[Searched],
-    task: Task,
-    load: Load,
-    rate: float | None,
-    own_rate: float,
-) -> Made:
-    ranked = sized(searched, rate)
-    choice = expected = None
-    serve = bench = ""
-    notes = [*candidates.notes, *candidates.left_out]
-    if args.calibration is None:
-        notes.append(NO_STAGES)
-    if ranked:
-        best = ranked[0]
-        assert best.searched.limit is not None
-        choice = choose(best, load, task.targets, best.searched.limit if rate is None else rate)
-        share = choice.point.rate / choice.num_replicas
-        config = check_config(task.workload, share, args.check_seconds, own_rate)
-        config = replace(config, max_model_len=None)
-        count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
-        expected = expectation(best.candidate, config, task.targets, count)
-        serve = serve_command(best.candidate, args, candidates.name)
-        bench = bench_command(parser, args, config, task.targets)
-        unchecked = choice.point.unchecked_step_ratio or 0.0
-        if args.calibration is not None and unchecked > _NOTABLE_UNCHECKED:
-            notes.append(
-                f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate "
-                "with a load like this one"
-            )
-        if choice.num_replicas != best.num_replicas:
-            notes.append(
-                f"behind a router {choice.num_replicas} replicas are needed, where the highest "
-                f"rate of one says {best.num_replicas}"
-            )
-        if best.candidate.quantization and args.calibration is None:
-            plain = next((each for each in ranked if each.candidate.quantization is None), None)
-            notes.append(
-                f"{best.candidate.quantization} weights change the answers; docs/quantized.md says "
-                "by how much. With weights as they are: "
-                + (f"{plain.num_devices} x {plain.candidate.device}" if plain else "no plan")
-            )
-    return Made(
-        name=candidates.name,
-        date=f"{datetime.now():%Y%m%d-%H%M%S}",
-        version=metadata.version("penstock"),
-        rate=rate,
-        targets=task.targets,
-        searched=searched,
-        ranked=ranked,
-        choice=choice,
-        front=front(searched),
-        expectation=expected,
-        serve=serve,
-        bench=bench,
-        notes=notes,
-    )
+def _notes(args: argparse.Namespace, ranked: list[Sized], choice: Choice) -> list[str]:
+    """Sentences on how the choice came about, and how far it can be trusted."""
+    notes, best = [], ranked[0]
+    unchecked = choice.point.unchecked_step_ratio or 0.0
+    if args.calibration is not None and unchecked > _NOTABLE_UNCHECKED:
+        notes.append(
+            f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate "
+            "with a load like this one"
+        )
+    if choice.sized.num_replicas != best.num_replicas:
+        notes.append(
+            f"behind a router {choice.sized.num_replicas} replicas are needed, where the highest "
+            f"rate of one says {best.num_replicas}"
+        )
+    if best.candidate.quantization and args.calibration is None:
+        plain = next((each for each in ranked if each.candidate.quantization is None), None)
+        notes.append(
+            f"{best.candidate.quantization} weights change the answers; docs/quantized.md says "
+            "by how much. With weights as they are: "
+            + (f"{plain.num_devices} x {plain.candidate.device}" if plain else "no plan")
+        )
+    return notes
 
 
-def _write(args: argparse.Namespace, made: Made, text: str) -> None:
-    data = msgspec.json.format(msgspec.json.encode(document(made))) + b"\n"
+def _write(args: argparse.Namespace, plan: CapacityPlan, text: str) -> None:
+    data = msgspec.json.format(msgspec.json.encode(document(plan))) + b"\n"
     files = [(args.output, data)]
     if args.csv is not None:
-        files.append((args.csv, as_csv(made).encode()))
+        files.append((args.csv, as_csv(plan).encode()))
     if args.report is not None:
-        files.append((args.report, plan_page(made, text).encode()))
+        files.append((args.report, plan_page(plan, text).encode()))
     for path, content in files:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        _say(f"written to {path}")
-
-
-def _say(text: str) -> None:
-    """On stderr: stdout has the plan alone."""
-    print(f"penstock plan: {text}", file=sys.stderr, flush=True)
+        say(f"written to {path}")

@@ -2,49 +2,44 @@
 
 from html import escape
 
-from penstock.loadtest.plan.document import Made
+from penstock.loadtest.plan.document import CapacityPlan
 from penstock.loadtest.plan.table import load_text, targets_text
 from penstock.loadtest.report.figures import Lines, Series
 from penstock.loadtest.report.html import page
 from penstock.loadtest.report.report import readable_date
-from penstock.loadtest.report.svg import figure_html
+from penstock.loadtest.report.svg import NUM_COLOURS, figure_html
 
 
-def plan_page(made: Made, text: str) -> str:
+def plan_page(plan: CapacityPlan, text: str) -> str:
     """text: the terminal's output, which the page repeats."""
-    drawn = "".join(figure_html(figure) for figure in figures(made))
+    drawn = "".join(figure_html(figure) for figure in figures(plan))
     cards = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for label, value in _cards(made)
+        for label, value in _cards(plan)
     )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in made.notes)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in plan.notes)
     graphs = f'<h2>Figures</h2><div class="grid">{drawn}</div>' if drawn else ""
     return page(
-        f"{made.name}: plan of {readable_date(made.date)}",
-        f"<p>{escape(load_text(made))}; {escape(targets_text(made))}; by penstock plan "
-        f'{escape(made.version)}</p>{notes}<div class="cards">{cards}</div>{graphs}'
+        f"{plan.name}: plan of {readable_date(plan.date)}",
+        f"<p>{escape(load_text(plan))}; {escape(targets_text(plan))}; by penstock plan "
+        f'{escape(plan.version)}</p>{notes}<div class="cards">{cards}</div>{graphs}'
         f"<h2>Terminal output</h2><pre>{escape(text)}</pre>",
     )
 
 
-def _cards(made: Made) -> list[tuple[str, str]]:
-    choice = made.choice
-    if choice is None:
+def _cards(plan: CapacityPlan) -> list[tuple[str, str]]:
+    if plan.choice is None:
         return [("candidates that meet the targets", "0")]
-    candidate, point = choice.sized.candidate, choice.point
-    tensor_size, num_stages = candidate.ranks
+    sized, point, cost = plan.choice.sized, plan.choice.point, plan.cost
+    tensor_size, num_stages = sized.candidate.ranks
     cards = [
-        (candidate.device, f"{choice.num_devices} x"),
-        ("TP x PP x replicas", f"{tensor_size} x {num_stages} x {choice.num_replicas}"),
+        (sized.candidate.device, f"{sized.num_devices} x"),
+        ("TP x PP x replicas", f"{tensor_size} x {num_stages} x {sized.num_replicas}"),
     ]
-    if choice.price is not None:
-        cards.append(("price per hour", f"{choice.price:,.2f}"))
-    if (cost := made.cost) is not None:
-        cards += [
-            ("per million input tokens", f"{cost.input:,.3f}"),
-            ("per million output tokens", f"{cost.output:,.3f}"),
-        ]
     for label, value, digits in (
+        ("price per hour", sized.price, 2),
+        ("per million input tokens", cost.input if cost else None, 3),
+        ("per million output tokens", cost.output if cost else None, 3),
         ("output tokens/s per device", point.device_tokens_per_s, 0),
         ("tokens/s per user", point.user_tokens_per_s, 1),
         ("good requests/s", point.goodput, 2),
@@ -56,28 +51,28 @@ def _cards(made: Made) -> list[tuple[str, str]]:
     return cards
 
 
-def figures(made: Made) -> list[Lines]:
+def figures(plan: CapacityPlan) -> list[Lines]:
     """The front among all points, and each percentile with a target against the rate."""
-    drawn = [_front(made)] if made.front else []
-    drawn += [_against_rate(made, metric) for metric in ("ttft", "tpot")]
+    drawn = [_front(plan)] if plan.front else []
+    drawn += [_against_rate(plan, metric) for metric in ("ttft", "tpot")]
     return [figure for figure in drawn if any(series.xs for series in figure.series)]
 
 
-def _front(made: Made) -> Lines:
-    on_front = {id(point) for _, point in made.front}
+def _front(plan: CapacityPlan) -> Lines:
+    on_front = {id(point) for _, point in plan.front}
     whole = [
         point
-        for each in made.searched
+        for each in plan.searched
         for point in each.points
         if point.user_tokens_per_s and id(point) not in on_front
     ]
     groups = [
-        ("Pareto front", [point for _, point in made.front], True),
+        ("Pareto front", [point for _, point in plan.front], True),
         ("meets the targets", [point for point in whole if point.is_met], False),
         ("misses them", [point for point in whole if not point.is_met], False),
     ]
-    if made.choice and made.choice.point.user_tokens_per_s:
-        groups.append(("the plan", [made.choice.point], False))
+    if plan.choice and plan.choice.point.user_tokens_per_s:
+        groups.append(("the plan", [plan.choice.point], False))
     return Lines(
         slug="front",
         title="Throughput of a device against speed of a user",
@@ -96,10 +91,10 @@ def _front(made: Made) -> Lines:
     )
 
 
-def _against_rate(made: Made, metric: str) -> Lines:
-    """Of the best candidates, as many as there are colours."""
+def _against_rate(plan: CapacityPlan, metric: str) -> Lines:
+    """One series for each of the best candidates."""
     series = []
-    for each in made.ranked[:5]:
+    for each in plan.ranked[:NUM_COLOURS]:
         points = sorted(
             (p for p in each.searched.points if p.is_whole), key=lambda point: point.rate
         )

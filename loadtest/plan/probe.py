@@ -6,7 +6,7 @@ from statistics import fmean
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.targets import TargetJudge, Targets, mean_tpot_s
 from penstock.loadtest.report.report import is_good
-from penstock.loadtest.simulate.outcome import run_class
+from penstock.loadtest.simulate.outcome import server_figures
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
 from penstock.loadtest.workload.workload import TimedRequest
@@ -52,7 +52,7 @@ class Point:
 
     @property
     def device_tokens_per_s(self) -> float:
-        """Output tokens of each device."""
+        """The output tokens of each device."""
         return (self.output_tokens_per_s or 0.0) / self.num_devices
 
 
@@ -88,12 +88,9 @@ def _point_of(
     done, duration_s = observed.completed, observed.duration_s
     tpot_s = mean_tpot_s(observed)
     num_good = sum(is_good(result, targets.limits_ms) for result in done)
-    stats = simulated.stats
-    num_queried = sum(each.prefix_query_tokens_total for each in stats)
-    num_hit = sum(each.prefix_hit_tokens_total for each in stats)
-    used = (step.kv_usage for steps in simulated.steps for step in steps)
     return Point(
         **point,  # type: ignore[arg-type]
+        **server_figures(simulated),
         is_met=targets.are_met(observed),
         goodput=num_good / duration_s,
         input_tokens_per_s=sum(each.num_prompt_tokens for each in done) / duration_s,
@@ -103,18 +100,13 @@ def _point_of(
         ttft_p99_ms=targets.percentile_ms(observed, "ttft"),
         tpot_p50_ms=targets.percentile_ms(observed, "tpot", 50),
         tpot_p99_ms=targets.percentile_ms(observed, "tpot"),
-        kv_peak=max(used, default=0.0),
-        preemptions=sum(each.preemptions_total for each in stats),
-        prefix_hit_ratio=num_hit / num_queried if num_queried else 0.0,
         input_share=_input_share(plan.server, simulated),
-        unchecked_step_ratio=simulated.num_outside / max(1, simulated.num_steps),
-        run_class=run_class(simulated),
     )
 
 
 def _input_share(server: SimulatedServer, simulated: Simulated) -> float:
     """What chunks add to steps of the mean number of decodes, over the time of all steps."""
-    steps = [step for of_replica in simulated.steps for step in of_replica]
+    steps = simulated.all_steps
     done = simulated.observed.completed
     num_chunk_tokens = sum(each.num_prompt_tokens - each.num_cached_tokens for each in done)
     if not steps or not num_chunk_tokens:

@@ -4,7 +4,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.loadtest.bench.expectation import (
@@ -16,23 +16,58 @@ from penstock.loadtest.bench.expectation import (
 )
 from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.plan.candidates import Candidate
+from penstock.loadtest.plan.choice import Choice
 from penstock.loadtest.plan.load import MIN_REQUESTS
 from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.plan.workers import Task
 from penstock.loadtest.report.report import Summary, summarize
-from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate
+from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate, step_factors
 from penstock.loadtest.workload.config import WorkloadConfig
-from penstock.loadtest.workload.token_counter import TokenCounter
+from penstock.loadtest.workload.token_counter import (
+    TokenCounter,
+    estimate_tokens,
+    tokenizer_counter,
+)
 from penstock.loadtest.workload.workload import make_requests
-from penstock.scheduler.stats import StepClass
 
-# Of the spread of step times: a measurement is one draw of many.
+# Draws of the spread of step times: a measurement is one draw of many.
 _NUM_DRAWS = 4
 DEMO_NAMES = ("penstock-demo", "demo_model")
 
 
-def check_config(config: WorkloadConfig, rate: float, seconds: float, own_rate: float
-                 ) -> WorkloadConfig:  # fmt: skip
-    """The load of one server at that mean rate. own_rate: of a trace's own arrivals."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refutation:
+    """serve, bench: the commands of the measurement. expectation: the figures that it must find."""
+
+    expectation: Expectation
+    serve: str
+    bench: str
+
+
+def refutation(
+    parser: BenchParser,
+    args: argparse.Namespace,
+    name: str,
+    choice: Choice,
+    task: Task,
+    own_rate: float,
+) -> Refutation:
+    """name: the model's. own_rate: the mean rate of a trace's own arrivals."""
+    candidate, share = choice.sized.candidate, choice.point.rate / choice.sized.num_replicas
+    config = _check_config(task.workload, share, args.check_seconds, own_rate)
+    count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
+    return Refutation(
+        expectation=_expectation(candidate, config, task.targets, count),
+        serve=serve_command(candidate, args, name),
+        bench=_bench_command(parser, args, config, task.targets),
+    )
+
+
+def _check_config(
+    config: WorkloadConfig, rate: float, seconds: float, own_rate: float
+) -> WorkloadConfig:
+    """The load of one server at that mean rate."""
+    config = replace(config, max_model_len=None)
     num = max(MIN_REQUESTS, math.ceil(rate * seconds))
     if config.follows_trace:
         speedup = float(f"{rate / own_rate * config.trace_speedup:.4g}")
@@ -40,7 +75,7 @@ def check_config(config: WorkloadConfig, rate: float, seconds: float, own_rate: 
     return replace(config, num_prompts=num, request_rate=float(f"{rate:.4g}"))
 
 
-def expectation(
+def _expectation(
     candidate: Candidate, config: WorkloadConfig, targets: Targets, count: TokenCounter
 ) -> Expectation:
     """The bar of a figure is from the least to the most of simulations in which all steps are as
@@ -49,12 +84,10 @@ def expectation(
     server = candidate.server
     limited = replace(config, max_model_len=server.info.max_model_len)
     requests = as_ids(make_requests(limited, count), limited)
-    errors = server.step_model.errors
-    bias = {kind: min(errors[kind].bias, 0.9) if kind in errors else 0.0 for kind in StepClass}
     runs: list[Summary] = []
     for sign in (0, -1, 1):
+        factors = step_factors(server, sign)
         for seed in range(_NUM_DRAWS):
-            factors = {kind: 1 + sign * bias[kind] for kind in StepClass}
             plan = Plan(server=server, seed=seed)
             runs.append(summarize(simulate(plan, requests, factors=factors).observed, REPORT))
     return Expectation(
@@ -72,7 +105,7 @@ def _figures(runs: Sequence[Summary]) -> Iterable[ExpectedFigure]:
 
 
 def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> str:
-    """The server that is planned. Of a calibrated one, its other flags are not known here."""
+    """Starts the server that is planned. The other flags of a calibrated one are not known here."""
     config = candidate.server.scheduler
     words = ["penstock", "serve"]
     if args.calibration is None:
@@ -100,10 +133,9 @@ def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> 
     return shlex.join(words)
 
 
-def bench_command(
+def _bench_command(
     parser: BenchParser, args: argparse.Namespace, config: WorkloadConfig, targets: Targets
 ) -> str:
-    """config: of `check_config`."""
     words = ["penstock", "bench", "--num-prompts", str(config.num_prompts)]
     if config.follows_trace:
         words += ["--trace-speedup", f"{config.trace_speedup:g}"]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.load import Load
@@ -43,24 +43,12 @@ class Limit(NamedTuple):
     missed: float | None
 
 
-class Tried(Protocol):
-    """What was tried at a rate."""
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the targets were."""
-        ...
-
-
-AnyTried = TypeVar("AnyTried", bound=Tried)
-
-
 def find_limit(
-    measure: Callable[[float], AnyTried], start: float, precision: float
-) -> tuple[list[AnyTried], Limit]:
+    measure: Callable[[float], Point], start: float, precision: float
+) -> tuple[list[Point], Limit]:
     """Raises or lowers the rate until one meets the targets and one does not, in steps that grow,
     then bisects, until the two are within the precision, relative to the lower one."""
-    points: list[AnyTried] = []
+    points: list[Point] = []
     met = missed = None
     rate, factor = start, _FIRST_FACTOR
     while start / _MAX_RATIO <= rate <= start * _MAX_RATIO:

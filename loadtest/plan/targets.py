@@ -1,4 +1,4 @@
-"""`Targets`: what a plan must meet, and the judge that ends a simulation which cannot meet them."""
+"""`Targets` of a plan, and the judge that ends a simulation which cannot meet them."""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ PERCENT = 99.0
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """limits_ms: of the 99th percentile of each metric, by its name in `--goodput`."""
+    """limits_ms: how high the 99th percentile may be, by the metric's name in `--goodput`."""
 
     limits_ms: dict[str, float]
 
@@ -38,7 +38,7 @@ class Targets:
 
 
 def seconds_of(result: RequestResult, metric: str) -> float:
-    """Of a request, in seconds; infinite for one that failed."""
+    """The metric of a request; infinite for one that failed."""
     if result.error is not None:
         return math.inf
     match metric:
@@ -55,7 +55,7 @@ class TargetJudge:
 
     def __init__(self, targets: Targets, num_requests: int) -> None:
         self._limits_s = {metric: limit / 1e3 for metric, limit in targets.limits_ms.items()}
-        # Of the sorted values, those up to the percentile's rank must be within the limit.
+        # The sorted values up to the percentile's rank must be within the limit.
         self._num_allowed = num_requests - 1 - math.floor((num_requests - 1) * PERCENT / 100)
         self._num_late = dict.fromkeys(targets.limits_ms, 0)
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -18,7 +18,7 @@ from penstock.loadtest.workload.token_counter import tokenizer_counter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What every search has in common. tokenizer: of a file's texts; None for an estimate."""
+    """The settings that all searches share. tokenizer: counts a file's texts; None: an estimate."""
 
     workload: WorkloadConfig
     seconds: float
@@ -59,32 +59,28 @@ def _search(candidate: Candidate) -> Searched:
 
 
 def search_all(
-    task: Task, candidates: Sequence[Candidate], load: Load, num_processes: int
-) -> Iterator[Searched]:
-    """As they end. load: used where one process is enough."""
+    task: Task,
+    candidates: Sequence[Candidate],
+    load: Load,
+    num_processes: int,
+    on_done: Callable[[int, Searched], None],
+) -> list[Searched]:
+    """Searches in the order of the candidates. load: used where one process is enough. on_done:
+    called after each, with the number of those that have ended."""
     if num_processes == 1 or len(candidates) == 1:
-        for candidate in candidates:
-            yield task.run(candidate, load)
-        return
+        searched = []
+        for number, candidate in enumerate(candidates, start=1):
+            searched.append(task.run(candidate, load))
+            on_done(number, searched[-1])
+        return searched
     # A fork would copy the locks of threads that torch has started.
     pool = ProcessPoolExecutor(
         num_processes, mp_context=get_context("spawn"), initializer=_begin, initargs=(task,)
     )
     try:
-        for future in as_completed([pool.submit(_search, each) for each in candidates]):
-            yield future.result()
+        futures = [pool.submit(_search, each) for each in candidates]
+        for number, future in enumerate(as_completed(futures), start=1):
+            on_done(number, future.result())
+        return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def in_order(
-    candidates: Sequence[Candidate],
-    results: Iterator[Searched],
-    on_done: Callable[[int, Searched], None],
-) -> list[Searched]:
-    """In the order of the candidates. on_done: called with the number of those that have ended."""
-    done: dict[str, Searched] = {}
-    for result in results:
-        done[str(result.candidate)] = result
-        on_done(len(done), result)
-    return [done[str(candidate)] for candidate in candidates]

@@ -35,12 +35,13 @@ from penstock.loadtest.simulate.outcome import (
     render_outcome,
     summary_of,
 )
-from penstock.loadtest.simulate.server import Named, simulated_server
+from penstock.loadtest.simulate.server import NamedServer, simulated_server
 from penstock.loadtest.simulate.simulation import (
     Plan,
     Simulated,
     as_ids,
     simulate,
+    step_factors,
     uncollected,
 )
 from penstock.loadtest.workload.config import PromptFormat
@@ -48,7 +49,6 @@ from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_
 from penstock.loadtest.workload.workload import TimedRequest, make_workload
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.routing import RouterPolicy
-from penstock.scheduler.stats import StepClass
 
 _DESCRIPTION = """\
 A load on servers that need not exist: the real scheduler on a virtual clock, with the flags, the
@@ -128,7 +128,7 @@ def _config(args: argparse.Namespace) -> BenchConfig:
     )
 
 
-def _simulate(config: BenchConfig, named: Named) -> int:
+def _simulate(config: BenchConfig, named: NamedServer) -> int:
     args, server = config.args, named.server
     limited = replace(config.workload, max_model_len=server.info.max_model_len)
     workload = make_workload(limited, config.count or estimate_tokens)
@@ -172,15 +172,10 @@ def _simulate(config: BenchConfig, named: Named) -> int:
 
 def _bounds(plan: Plan, requests: Sequence[TimedRequest]) -> list[Simulated]:
     """The same, with every step as much shorter, and longer, as the step model's bias."""
-    errors = plan.server.step_model.errors
-    bias = {kind: min(errors[kind].bias, 0.9) if kind in errors else 0.0 for kind in StepClass}
-    return [
-        simulate(plan, requests, factors={kind: 1 + sign * bias[kind] for kind in StepClass})
-        for sign in (-1, 1)
-    ]
+    return [simulate(plan, requests, factors=step_factors(plan.server, each)) for each in (-1, 1)]
 
 
-def _settings(config: BenchConfig, named: Named, plan: Plan, simulated: Simulated) -> Summary:
+def _settings(config: BenchConfig, named: NamedServer, plan: Plan, simulated: Simulated) -> Summary:
     settings = settings_of(config, TargetConfig(base_url="", model=named.name, ignore_eos=True))
     return (
         settings

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from statistics import fmean
+from typing import Any
 
+from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.report.figures import NUM_TIME_BINS, Lines, Series
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.replica import StepRecord
@@ -33,7 +35,7 @@ def run_class(simulated: Simulated) -> RunClass:
     quarters: list[list[float]] = [[], [], [], []]
     span_s = last_s - first_s
     num_waiting = num_steps = 0
-    for step in (step for steps in simulated.steps for step in steps):
+    for step in simulated.all_steps:
         num_steps += 1
         num_waiting += step.num_waiting > 0
         if span_s and first_s <= step.end_s <= last_s:
@@ -48,36 +50,53 @@ def run_class(simulated: Simulated) -> RunClass:
     return RunClass.OVERLOADED if is_open and grows else RunClass.BACKLOGGED
 
 
+def server_figures(simulated: Simulated) -> dict[str, Any]:
+    """The memory of all replicas, and whether they kept up."""
+    stats = simulated.stats
+    num_queried = sum(each.prefix_query_tokens_total for each in stats)
+    num_hit = sum(each.prefix_hit_tokens_total for each in stats)
+    return {
+        "run_class": run_class(simulated),
+        "kv_peak": max((step.kv_usage for step in simulated.all_steps), default=0.0),
+        "preemptions": sum(each.preemptions_total for each in stats),
+        "prefix_hit_ratio": num_hit / num_queried if num_queried else 0.0,
+        "unchecked_step_ratio": simulated.num_outside / max(1, simulated.num_steps),
+    }
+
+
+def _peaks(info: ModelInfo) -> tuple[float | None, float | None]:
+    """Bytes and floating-point operations per second; None where a peak is unknown."""
+    return (
+        info.peak_bandwidth_bytes_per_s or info.measured_bandwidth_bytes_per_s,
+        info.peak_flops_per_s or info.measured_flops_per_s,
+    )
+
+
 def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summary:
     """The keys of penstock bench, and those that only a simulation has.
 
     mbu, mfu: of all steps together; None where the device's peak is unknown.
     """
-    info = plan.server.info
-    steps = [step for of_replica in simulated.steps for step in of_replica]
+    info, steps = plan.server.info, simulated.all_steps
     busy_s = sum(step.step_s for step in steps) or 1.0
-    stats = simulated.stats
-    num_queried = sum(each.prefix_query_tokens_total for each in stats)
-    num_hit = sum(each.prefix_hit_tokens_total for each in stats)
-    bandwidth = info.peak_bandwidth_bytes_per_s or info.measured_bandwidth_bytes_per_s
-    flops = info.peak_flops_per_s or info.measured_flops_per_s
-    num_steps = max(1, len(steps))
+    bandwidth, flops = _peaks(info)
     duration_s = simulated.observed.duration_s
+    figures = server_figures(simulated)
     return summarize(simulated.observed, report) | {
-        "run_class": run_class(simulated),
+        "run_class": figures["run_class"],
         "num_replicas": plan.num_replicas,
         "tensor_parallel_size": info.tensor_parallel_size,
         "pipeline_parallel_size": info.pipeline_parallel_size,
         "router": plan.router,
-        "kv_peak": max((step.kv_usage for step in steps), default=0.0),
-        "preemptions": sum(each.preemptions_total for each in stats),
-        "recomputed_tokens": sum(each.recomputed_tokens_total for each in stats),
-        "prefix_hit_ratio": num_hit / num_queried if num_queried else 0.0,
+        "kv_peak": figures["kv_peak"],
+        "preemptions": figures["preemptions"],
+        "recomputed_tokens": sum(each.recomputed_tokens_total for each in simulated.stats),
+        "prefix_hit_ratio": figures["prefix_hit_ratio"],
         "mbu": sum(step.num_bytes for step in steps) / busy_s / bandwidth if bandwidth else None,
         "mfu": sum(step.flops for step in steps) / busy_s / flops if flops else None,
         "num_steps": len(steps),
-        "unchecked_step_ratio": simulated.num_outside / num_steps,
-        "step_cost_us": simulated.cpu_s / num_steps * 1e6,
+        "unchecked_step_ratio": figures["unchecked_step_ratio"],
+        "step_cost_us": simulated.cpu_s / max(1, len(steps)) * 1e6,
         "speedup": duration_s * plan.num_replicas / max(simulated.cpu_s, 1e-9),
     }
 
@@ -129,10 +148,8 @@ def render_outcome(summary: Summary) -> str:
 
 def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
     """MBU and MFU, blocks of keys and values, and sequences, all replicas together."""
-    info = plan.server.info
-    bandwidth = info.peak_bandwidth_bytes_per_s or info.measured_bandwidth_bytes_per_s
-    flops = info.peak_flops_per_s or info.measured_flops_per_s
-    steps = sorted(step for of_replica in simulated.steps for step in of_replica)
+    bandwidth, flops = _peaks(plan.server.info)
+    steps = sorted(simulated.all_steps)
     if not steps:
         return []
     width = steps[-1].end_s / NUM_TIME_BINS or 1.0

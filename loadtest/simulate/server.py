@@ -15,7 +15,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 
-class Named(NamedTuple):
+class NamedServer(NamedTuple):
     """name: the model's, for people. note: how far the step model can be trusted."""
 
     name: str
@@ -23,18 +23,31 @@ class Named(NamedTuple):
     note: str
 
 
-def simulated_server(args: argparse.Namespace) -> Named:
-    """Raises InvalidConfig, and InvalidModel for a directory that is none."""
+def check_source(args: argparse.Namespace, command: str) -> None:
+    """Raises InvalidConfig unless one of the two sources of a server is given."""
     if (args.calibration is None) == (args.model_dir is None):
         raise InvalidConfig(
             "give either --calibration, a file of penstock calibrate, or a model's directory and "
-            "--device; see penstock simulate --help"
+            f"--device; see {command} --help"
         )
-    return _planned(args) if args.calibration is None else calibrated_server(args)
 
 
-def calibrated_server(args: argparse.Namespace) -> Named:
-    """That of args.calibration, with the flags that were given. Raises InvalidConfig."""
+def simulated_server(args: argparse.Namespace) -> NamedServer:
+    """Raises InvalidConfig, and InvalidModel for a directory that is none."""
+    check_source(args, "penstock simulate")
+    if args.calibration is not None:
+        return calibrated_server(args)
+    if args.device is None:
+        raise InvalidConfig("give the --device on which the model would run, such as H200")
+    scheduler, size = scheduler_config(args, SchedulerConfig()), args.tensor_parallel_size
+    size = 1 if size is None else size
+    return planned_server(
+        args, args.device, args.memory_gb, None, scheduler, tensor_parallel_size=size
+    )
+
+
+def calibrated_server(args: argparse.Namespace) -> NamedServer:
+    """The server of args.calibration, with the flags that were given. Raises InvalidConfig."""
     for flag in ("device", "memory_gb"):
         if getattr(args, flag) is not None:
             raise InvalidConfig(
@@ -67,22 +80,7 @@ def calibrated_server(args: argparse.Namespace) -> Named:
     server = SimulatedServer(
         info, read.step_model, scheduler, read.front_end, args.max_num_queued_reqs
     )
-    return Named(read.name, server, note)
-
-
-def _planned(args: argparse.Namespace) -> Named:
-    if args.device is None:
-        raise InvalidConfig("give the --device on which the model would run, such as H200")
-    scheduler = scheduler_config(args, SchedulerConfig())
-    size = args.tensor_parallel_size
-    return planned_server(
-        args,
-        args.device,
-        args.memory_gb,
-        None,
-        scheduler,
-        tensor_parallel_size=1 if size is None else size,
-    )
+    return NamedServer(read.name, server, note)
 
 
 def planned_server(
@@ -93,7 +91,7 @@ def planned_server(
     scheduler: SchedulerConfig,
     *,
     tensor_parallel_size: int = 1,
-) -> Named:
+) -> NamedServer:
     """args.model_dir on so many devices of a kind, by its datasheet. quantization: as the server's
     flag. Raises InvalidConfig, also for what a server refuses to split, and InvalidModel for a
     directory that is none."""
@@ -146,7 +144,7 @@ def planned_server(
         f"{source}, and no measurement has confirmed them; the error bars assume "
         f"{bias * 100:.0f} %. The front end is not in the TTFT"
     )
-    return Named(Path(args.model_dir).resolve().name, server, note)
+    return NamedServer(Path(args.model_dir).resolve().name, server, note)
 
 
 def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:

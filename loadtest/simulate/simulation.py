@@ -54,6 +54,10 @@ class Simulated:
     cpu_s: float
 
     @property
+    def all_steps(self) -> list[StepRecord]:
+        return [step for steps in self.steps for step in steps]
+
+    @property
     def num_steps(self) -> int:
         return sum(map(len, self.steps))
 
@@ -97,6 +101,13 @@ def simulate(
     marked as interrupted, and has only the requests that had ended.
     """
     return _Run(plan, requests, factors or {}, judge).run(on_progress)
+
+
+def step_factors(server: SimulatedServer, sign: int) -> dict[StepClass, float]:
+    """Makes every step as much shorter (-1) or longer (1) as the step model may be off."""
+    errors = server.step_model.errors
+    bias = {kind: min(errors[kind].bias, 0.9) if kind in errors else 0.0 for kind in StepClass}
+    return {kind: 1 + sign * bias[kind] for kind in StepClass}
 
 
 def as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRequest]:
