@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.bench.results import say, show_text, writing
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.report.comparison import compare, read_sides
 from penstock.loadtest.report.comparison_html import comparison_html
 from penstock.loadtest.report.comparison_text import comparison_text

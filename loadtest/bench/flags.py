@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.workload.arrivals import RampStrategy
 from penstock.loadtest.workload.config import (
     DEFAULT_CUSTOM_OUTPUT_LEN,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from penstock.engine.config import LoadFormat
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.engine_flags import (
     add_loading_flags,
@@ -24,6 +23,7 @@ from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measur
 from penstock.loadtest.calibrate.running import ServerSteps, read_steps
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.parser import BenchParser
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS

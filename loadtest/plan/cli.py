@@ -15,10 +15,10 @@ import msgspec
 from penstock.engine.config import Quantization
 from penstock.loadtest.bench.config import check_writable, report_config, workload_config
 from penstock.loadtest.bench.flags import add_dataset
-from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.bench.results import show_text, writing
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
 from penstock.loadtest.exit_status import exit_status, printer
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
     Candidate,

@@ -14,7 +14,7 @@ from penstock.loadtest.bench.expectation import (
     ExpectedFigure,
     load_of,
 )
-from penstock.loadtest.bench.parser import BenchParser
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.choice import Choice
 from penstock.loadtest.plan.load import MIN_REQUESTS

@@ -18,7 +18,6 @@ from penstock.loadtest.bench.config import (
 )
 from penstock.loadtest.bench.flags import add_dataset, add_load, add_result
 from penstock.loadtest.bench.http_target import TargetConfig
-from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.bench.results import settings_of, show, write
 from penstock.loadtest.calibrate.engine_flags import (
     add_memory_flags,
@@ -26,6 +25,7 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_scheduler_flags,
 )
 from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import Summary, details, render

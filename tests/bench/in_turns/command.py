@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.bench.parser import BenchParser
 from penstock.loadtest.bench.results import say, show_text, writing
 from penstock.loadtest.exit_status import INTERRUPTED
+from penstock.loadtest.parser import BenchParser
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig, PenstockError
