@@ -1,7 +1,9 @@
-"""The parser of a command line: a short help, a long one, and one line for what is wrong."""
+"""The parser of a command line: flags as a table, a short help and a long one, errors as a line."""
 
 import argparse
 import difflib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.scheduler.errors import InvalidConfig
@@ -82,3 +84,47 @@ def with_dashes(args: list[str]) -> list[str]:
         return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 
     return [dashed(argument) for argument in args]
+
+
+# The type of a flag's value, by the word that stands for it in the help; other words are texts.
+_TYPES: dict[str, type[int] | type[float] | type[Path]] = {
+    **dict.fromkeys(("N", "TOKENS", "BYTES"), int),
+    **dict.fromkeys(("R", "S", "B", "T", "X", "P", "MS", "GB", "PRICE", "SHARE"), float),
+    **dict.fromkeys(("FILE", "PATH", "DIR", "MODEL_DIR"), Path),
+}
+
+
+def add_flags(
+    group: argparse._ActionsContainer,
+    flags: Mapping[str, str],
+    **settings: Mapping[str, Any],
+) -> None:
+    """Adds flags that are written as a table, from each flag to its help.
+
+    A flag is written as people read it: `--seed N`, `--num-prompts N = 1000` with its default,
+    `-q, --quick MESSAGE` with two names, `--header NAME=VALUE ...` with several values,
+    `--[no-]spread` with an opposite, `--json` as a switch, and `url` for a positional argument.
+    settings: further arguments of `add_argument`, by the flag's name with underscores.
+    """
+    for written, text in flags.items():
+        head, _, default = written.partition(" = ")
+        *names, last = head.split(", ")
+        name, *value = last.split()
+        names.append(name.replace("[no-]", ""))
+        long = next((each for each in names if each.startswith("--")), names[0])
+        more: dict[str, Any] = {"help": text, **settings.get(_attribute(long), {})}
+        if value:
+            more = {"metavar": value[0], "type": _TYPES.get(value[0]), **more}
+        elif "[no-]" in name:
+            more["action"] = argparse.BooleanOptionalAction
+        elif name.startswith("-") and "choices" not in more:
+            more["action"] = "store_true"
+        if len(value) > 1:
+            more["nargs"] = "+"
+        if default:
+            more["default"] = (more.get("type") or str)(default)
+        group.add_argument(*names, **more)
+
+
+def _attribute(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")

@@ -23,7 +23,7 @@ from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measur
 from penstock.loadtest.calibrate.running import ServerSteps, read_steps
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.exit_status import exit_status
-from penstock.loadtest.parser import BenchParser
+from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
@@ -36,14 +36,17 @@ Fit a model of step times, and write it to a file for penstock simulate.
   penstock calibrate MODEL_DIR --seconds 60               from a sweep in this process"""
 
 
+_FLAGS = {
+    "model MODEL": "as of penstock serve; default: the demo model",
+    "--base-url URL": "a running server, in place of a model",
+    "--seconds S = 60": "of the sweep in this process",
+    "--output FILE = calibration.json": "the file to write",
+}
+
+
 def make_parser() -> BenchParser:
     parser = BenchParser(prog="penstock calibrate", description=_DESCRIPTION)
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="as of penstock serve; default: the demo model")
-    add("--base-url", metavar="URL", help="a running server, in place of a model")
-    add("--seconds", type=float, default=60.0, metavar="S", help="of the sweep in this process")
-    add("--output", type=Path, default=Path("calibration.json"), metavar="FILE",
-        help="the file to write")  # fmt: skip
+    add_flags(parser, _FLAGS, model={"nargs": "?"})
     add_loading_flags(parser)
     add_model_flags(parser)
     add_memory_flags(parser)

@@ -14,60 +14,64 @@ from penstock.engine.config import (
     LoadFormat,
     Quantization,
 )
+from penstock.loadtest.parser import add_flags
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 
 DEMO_MODEL = Path(str(files("penstock.engine") / "demo_model"))
 
 
+_SCHEDULER = {
+    "--max-num-seqs N": "most sequences that run together",
+    "--max-num-batched-tokens TOKENS": "most tokens of one step",
+    "--[no-]enable-prefix-caching": "share the KV blocks of prompts that begin alike",
+    "--scheduling-policy": "which request is next",
+    "--batching": "when waiting requests may join",
+    "--itl-target-ms MS": "most time of a step with decodes",
+    "--ttft-target-ms MS": "refuse what would start later",
+}
+_MEMORY = {
+    "--max-model-len TOKENS": "tokens of the longest sequence",
+    "--kv-cache-memory-bytes BYTES": "memory of the KV cache",
+    "--block-size TOKENS": "tokens of a KV block",
+}
+_MODEL = {
+    "--dtype": "type of weights",
+    "--kv-cache-dtype": "type of keys and values",
+}
+_LOADING = {
+    "--device": "where the model runs",
+    "--load-format": "dummy: random weights",
+    "--quantization": "round weights at load",
+    "--gpu-memory-utilization SHARE = 0.9": "share of the GPU's memory",
+    "--enforce-eager": "no CUDA graphs",
+    "--num-threads N": "CPU threads; default: all cores",
+}
+_CHOICES: dict[str, dict[str, Any]] = {
+    "scheduling_policy": {"dest": "policy", "choices": [each.value for each in Policy]},
+    "batching": {"choices": [each.value for each in Batching]},
+    "dtype": {"choices": [*Dtype], "default": Dtype.AUTO},
+    "kv_cache_dtype": {"choices": [*KVCacheDtype], "default": KVCacheDtype.AUTO},
+    "device": {"choices": [*Device], "default": Device.AUTO},
+    "load_format": {"choices": [*LoadFormat], "default": LoadFormat.AUTO},
+    "quantization": {"choices": [*Quantization]},
+}
+
+
 def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     """Without defaults, so that what was not given can come from a calibration."""
-    add = parser.add_argument_group("scheduling, as penstock serve").add_argument
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences that run together")
-    add("--max-num-batched-tokens", type=int, metavar="TOKENS", help="most tokens of one step")
-    add(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="share the KV blocks of prompts that begin alike",
-    )
-    add(
-        "--scheduling-policy",
-        dest="policy",
-        choices=[each.value for each in Policy],
-        help="which request is next",
-    )
-    add(
-        "--batching",
-        choices=[each.value for each in Batching],
-        help="when waiting requests may join",
-    )
-    add("--itl-target-ms", type=float, metavar="MS", help="most time of a step with decodes")
-    add("--ttft-target-ms", type=float, metavar="MS", help="refuse what would start later")
+    add_flags(parser.add_argument_group("scheduling, as penstock serve"), _SCHEDULER, **_CHOICES)
 
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("memory, as penstock serve").add_argument
-    add("--max-model-len", type=int, metavar="TOKENS", help="tokens of the longest sequence")
-    add("--kv-cache-memory-bytes", type=int, metavar="BYTES", help="memory of the KV cache")
-    add("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block")
+    add_flags(parser.add_argument_group("memory, as penstock serve"), _MEMORY)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model, as penstock serve").add_argument
-    add("--dtype", choices=[*Dtype], default=Dtype.AUTO, help="type of weights")
-    add("--kv-cache-dtype", choices=[*KVCacheDtype], default=KVCacheDtype.AUTO,
-        help="type of keys and values")  # fmt: skip
+    add_flags(parser.add_argument_group("model, as penstock serve"), _MODEL, **_CHOICES)
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("loading, as penstock serve").add_argument
-    add("--device", choices=[*Device], default=Device.AUTO, help="where the model runs")
-    add("--load-format", choices=[*LoadFormat], default=LoadFormat.AUTO,
-        help="dummy: random weights")  # fmt: skip
-    add("--quantization", choices=[*Quantization], help="round weights at load")
-    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
-        help="share of the GPU's memory")  # fmt: skip
-    add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add("--num-threads", type=int, metavar="N", help="CPU threads; default: all cores")
+    add_flags(parser.add_argument_group("loading, as penstock serve"), _LOADING, **_CHOICES)
 
 
 def scheduler_config(args: argparse.Namespace, default: SchedulerConfig) -> SchedulerConfig:

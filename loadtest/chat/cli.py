@@ -13,6 +13,7 @@ from penstock.loadtest.chat.client import ChatClient, Refused, StillLoading
 from penstock.loadtest.chat.conversation import COMMANDS, Conversation, Leave
 from penstock.loadtest.chat.screen import Screen
 from penstock.loadtest.exit_status import INTERRUPTED, exit_status
+from penstock.loadtest.parser import add_flags
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 _PROMPT, _CONTINUED = "> ", "… "
@@ -31,47 +32,24 @@ def make_parser() -> argparse.ArgumentParser:
         description="Chat with a served model. Input from a pipe is one message, and its answer is "
         "all that is printed.",
     )
-    flag = parser.add_argument
-    flag(
-        "--url",
-        default=DEFAULT_URL,
-        metavar="URL",
-        help="address of the server, Penstock or any that speaks OpenAI's API "
-        "(default: %(default)s)",
-    )
-    flag(
-        "--model",
-        "--model-name",
-        metavar="NAME",
-        help="model to ask (default: the first that the server lists)",
-    )
-    flag(
-        "--api-key",
-        metavar="KEY",
-        help=f"if the server requires one (default: ${API_KEY_VARIABLE}, else $OPENAI_API_KEY)",
-    )
-    flag(
-        "--system",
-        "--system-prompt",
-        metavar="TEXT",
-        help="system prompt (default: none)",
-    )
-    flag(
-        "-q",
-        "--quick",
-        metavar="MESSAGE",
-        help="send this message, print the answer, and exit (default: ask for messages)",
-    )
-    flag(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="most tokens of an answer (default: the server's)",
-    )
-    flag("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's)")
-    flag("--top-p", type=float, metavar="P", help="nucleus sampling (default: the model's)")
-    flag("--seed", type=int, metavar="N", help="the same answers again (default: random)")
+    add_flags(parser, _FLAGS)
     return parser
+
+
+_FLAGS = {
+    f"--url URL = {DEFAULT_URL}": "address of the server, Penstock or any that speaks OpenAI's API "
+    "(default: %(default)s)",
+    "--model, --model-name NAME": "model to ask (default: the first that the server lists)",
+    "--api-key KEY": f"if the server requires one (default: ${API_KEY_VARIABLE}, else "
+    "$OPENAI_API_KEY)",
+    "--system, --system-prompt TEXT": "system prompt (default: none)",
+    "-q, --quick MESSAGE": "send this message, print the answer, and exit (default: ask for "
+    "messages)",
+    "--max-tokens N": "most tokens of an answer (default: the server's)",
+    "--temperature T": "0 is greedy (default: the model's)",
+    "--top-p P": "nucleus sampling (default: the model's)",
+    "--seed N": "the same answers again (default: random)",
+}
 
 
 def _chat(options: argparse.Namespace) -> int:

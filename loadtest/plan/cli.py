@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ from penstock.loadtest.bench.flags import add_dataset
 from penstock.loadtest.bench.results import show_text, writing
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
 from penstock.loadtest.exit_status import exit_status, printer
-from penstock.loadtest.parser import BenchParser
+from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
     Candidate,
@@ -60,12 +60,13 @@ say = printer("penstock plan")
 
 def make_parser() -> BenchParser:
     parser = BenchParser(prog="penstock plan", description=_DESCRIPTION)
-    _add_servers(parser)
+    servers = parser.add_argument_group("the servers: one value each, or several to compare")
+    add_flags(servers, _SERVERS, **_SETTINGS)
     add_model_flags(parser)
     add_memory_flags(parser)
-    _add_load(parser)
+    add_flags(parser.add_argument_group("load and targets"), _LOAD, goodput={"required": True})
     add_dataset(parser)
-    _add_result(parser)
+    add_flags(parser.add_argument_group("search and results"), _RESULT)
     # Flags of a measured load that have no meaning here, and are read all the same.
     parser.set_defaults(
         num_prompts=1, max_concurrency=None, ramp_up_strategy=None, ramp_up_start_rps=None,
@@ -76,56 +77,47 @@ def make_parser() -> BenchParser:
     return parser
 
 
-def _add_servers(parser: BenchParser) -> None:
-    add = parser.add_argument_group(
-        "the servers: one value each, or several to compare"
-    ).add_argument
-    add("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a directory with config.json")
-    add("--calibration", type=Path, metavar="FILE", help="of penstock calibrate, in place of it")
-    add("--device", dest="devices", nargs="+", metavar="NAME",
-        help="as in configs/hardware.toml, such as H200")  # fmt: skip
-    add("--price-per-gpu-hour", type=float, nargs="+", metavar="PRICE",
-        help="of each --device, in any currency")  # fmt: skip
-    add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
-    add("--quantization", nargs="+", choices=[NO_QUANTIZATION, *Quantization],
-        help="of weights, as penstock serve; none: as they are; default: none int8")  # fmt: skip
-    add("--tensor-parallel-size", "-tp", dest="sizes", type=int, nargs="+", metavar="N",
-        help="GPUs of each replica, as penstock serve; default: 1, or where the model does not "
-        "fit one, the fewest of 2, 4 and 8, and twice as many; or as calibrated")  # fmt: skip
-    add("--max-num-seqs", dest="seqs", type=int, nargs="+", metavar="N",
-        help="as penstock serve; default: 128 256 512, or the calibrated value")  # fmt: skip
-    add("--max-num-batched-tokens", dest="tokens", type=int, nargs="+", metavar="TOKENS",
-        help="as penstock serve; default: 1024 2048 8192, or the calibrated value")  # fmt: skip
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction,
-        help="as penstock serve")  # fmt: skip
-    add("--max-num-queued-reqs", type=int, default=1024, metavar="N", help="as penstock serve")
-
-
-def _add_load(parser: BenchParser) -> None:
-    add = parser.add_argument_group("load and targets").add_argument
-    add("--request-rate", type=float, metavar="R", default=math.inf,
-        help="requests per second to carry; inf is what one replica carries, or a trace's own "
-        "rate")  # fmt: skip
-    add("--burstiness", type=float, metavar="B", default=1.0,
-        help="1 is a Poisson process, less comes in bursts, more comes evenly")  # fmt: skip
-    add("--goodput", nargs="+", metavar="METRIC:MS", required=True,
-        help="the targets of the 99th percentile, such as ttft:2000 tpot:50")  # fmt: skip
-
-
-def _add_result(parser: BenchParser) -> None:
-    add = parser.add_argument_group("search and results").add_argument
-    add("--seconds", type=float, default=600.0, metavar="S", help="simulated at each rate")
-    add("--precision", type=float, default=0.05, metavar="R",
-        help="to which the highest rate is found")  # fmt: skip
-    add("--check-seconds", type=float, default=60.0, metavar="S",
-        help="of the measurement that would refute the plan")  # fmt: skip
-    add("--jobs", type=int, metavar="N", help="processes; default: one for each core")
-    add("--tokenizer", type=Path, metavar="PATH", help="counts the tokens of a file's texts; "
-        "default: an estimate")  # fmt: skip
-    add("--output", type=Path, default=Path("plan.json"), metavar="FILE", help="the plan, as JSON")
-    add("--csv", type=Path, metavar="FILE", help="write every point as a row")
-    add("--report", type=Path, metavar="FILE", help="write a self-contained HTML page")
-    add("--json", action="store_true", help="print the plan as one line of JSON, not as text")
+_SERVERS = {
+    "model_dir MODEL_DIR": "a directory with config.json",
+    "--calibration FILE": "of penstock calibrate, in place of it",
+    "--device NAME ...": "as in configs/hardware.toml, such as H200",
+    "--price-per-gpu-hour PRICE ...": "of each --device, in any currency",
+    "--memory-gb GB": "default: of an H100 80, of an H200 141",
+    "--quantization": "of weights, as penstock serve; none: as they are; default: none int8",
+    "--tensor-parallel-size, -tp N ...": "GPUs of each replica, as penstock serve; default: 1, or "
+    "where the model does not fit one, the fewest of 2, 4 and 8, and twice as many; or as "
+    "calibrated",
+    "--max-num-seqs N ...": "as penstock serve; default: 128 256 512, or the calibrated value",
+    "--max-num-batched-tokens TOKENS ...": "as penstock serve; default: 1024 2048 8192, or the "
+    "calibrated value",
+    "--[no-]enable-prefix-caching": "as penstock serve",
+    "--max-num-queued-reqs N = 1024": "as penstock serve",
+}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "model_dir": {"nargs": "?"},
+    "device": {"dest": "devices"},
+    "quantization": {"nargs": "+", "choices": [NO_QUANTIZATION, *Quantization]},
+    "tensor_parallel_size": {"dest": "sizes"},
+    "max_num_seqs": {"dest": "seqs"},
+    "max_num_batched_tokens": {"dest": "tokens"},
+}
+_LOAD = {
+    "--request-rate R = inf": "requests per second to carry; inf is what one replica carries, or a "
+    "trace's own rate",
+    "--burstiness B = 1": "1 is a Poisson process, less comes in bursts, more comes evenly",
+    "--goodput METRIC:MS ...": "the targets of the 99th percentile, such as ttft:2000 tpot:50",
+}
+_RESULT = {
+    "--seconds S = 600": "simulated at each rate",
+    "--precision R = 0.05": "to which the highest rate is found",
+    "--check-seconds S = 60": "of the measurement that would refute the plan",
+    "--jobs N": "processes; default: one for each core",
+    "--tokenizer PATH": "counts the tokens of a file's texts; default: an estimate",
+    "--output FILE = plan.json": "the plan, as JSON",
+    "--csv FILE": "write every point as a row",
+    "--report FILE": "write a self-contained HTML page",
+    "--json": "print the plan as one line of JSON, not as text",
+}
 
 
 def main(argv: list[str]) -> int:

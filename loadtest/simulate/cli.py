@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.loadtest.bench.config import (
     BenchConfig,
@@ -25,7 +24,7 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_scheduler_flags,
 )
 from penstock.loadtest.exit_status import exit_status
-from penstock.loadtest.parser import BenchParser
+from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.loadtest.report.figures import Run
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import Summary, details, render
@@ -58,30 +57,34 @@ layout and the JSON keys of penstock bench.
   penstock simulate configs/models/Llama-3.1-8B --device H200 --replicas 4 --router prefix-aware \\
     --dataset-name mooncake --dataset-path trace.jsonl --report out.html"""
 _PROGRESS_S = 5.0
+_SERVERS = {
+    "model_dir MODEL_DIR": "a directory with config.json",
+    "--calibration FILE": "of penstock calibrate, in place of it",
+    "--device NAME": "as in configs/hardware.toml, such as H200",
+    "--memory-gb GB": "default: of an H100 80, of an H200 141",
+    "--tensor-parallel-size, -tp N": "as penstock serve: GPUs of each replica; default: 1, or as "
+    "calibrated",
+    "--replicas N = 1": "servers behind one router",
+    "--router": "which replica gets a request",
+    "--max-num-queued-reqs N = 1024": "as penstock serve, of each replica: further answers get "
+    "status 429",
+    "--[no-]spread": "draw step times with the spread that calibration saw",
+    "--[no-]error-bars": "simulate twice more, with all steps as much shorter and longer as the "
+    "step model may be off",
+    "--tokenizer PATH": "counts the tokens of a file's texts; default: an estimate",
+}
 
 
 def make_parser() -> BenchParser:
     parser = BenchParser(prog="penstock simulate", description=_DESCRIPTION)
-    group = parser.add_argument_group("the servers")
-    add = group.add_argument
-    add("model_dir", nargs="?", type=Path, metavar="MODEL_DIR", help="a directory with config.json")
-    add("--calibration", type=Path, metavar="FILE", help="of penstock calibrate, in place of it")
-    add("--device", metavar="NAME", help="as in configs/hardware.toml, such as H200")
-    add("--memory-gb", type=float, metavar="GB", help="default: of an H100 80, of an H200 141")
-    add("--tensor-parallel-size", "-tp", type=int, metavar="N",
-        help="as penstock serve: GPUs of each replica; default: 1, or as calibrated")  # fmt: skip
-    add("--replicas", type=int, default=1, metavar="N", help="servers behind one router")
-    add("--router", choices=[*RouterPolicy], default=RouterPolicy.LEAST_LOADED,
-        help="which replica gets a request")  # fmt: skip
-    add("--max-num-queued-reqs", type=int, default=1024, metavar="N",
-        help="as penstock serve, of each replica: further answers get status 429")  # fmt: skip
-    add("--spread", action=argparse.BooleanOptionalAction, default=True,
-        help="draw step times with the spread that calibration saw")  # fmt: skip
-    add("--error-bars", action=argparse.BooleanOptionalAction, default=True,
-        help="simulate twice more, with all steps as much shorter and longer as the step model "
-        "may be off")  # fmt: skip
-    add("--tokenizer", type=Path, metavar="PATH", help="counts the tokens of a file's texts; "
-        "default: an estimate")  # fmt: skip
+    add_flags(
+        parser.add_argument_group("the servers"),
+        _SERVERS,
+        model_dir={"nargs": "?"},
+        router={"choices": [*RouterPolicy], "default": RouterPolicy.LEAST_LOADED},
+        spread={"default": True},
+        error_bars={"default": True},
+    )
     add_model_flags(parser)
     add_memory_flags(parser)
     add_scheduler_flags(parser)

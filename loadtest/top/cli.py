@@ -19,6 +19,7 @@ from types import FrameType
 
 from penstock.loadtest.address import API_KEY_VARIABLE, DEFAULT_URL, base_url
 from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.parser import add_flags
 from penstock.loadtest.top import view
 from penstock.loadtest.top.scrape import (
     History,
@@ -51,30 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Watch a Penstock server in the terminal: throughput, latencies, how close the "
         "steps are to the hardware's limit, memory. q quits.",
     )
-    parser.add_argument(
-        "url",
-        nargs="?",
-        default=DEFAULT_URL,
-        metavar="URL",
-        help="the server's address (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--interval",
-        type=_interval,
-        default=1.0,
-        metavar="SECONDS",
-        help="time between updates, from 0.1 to 60 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"if the server requires one (default: ${API_KEY_VARIABLE})",
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="scrape twice, one interval apart, print plain text and exit (default: off)",
-    )
+    add_flags(parser, _FLAGS, url={"nargs": "?", "default": DEFAULT_URL}, interval=_INTERVAL)
     return parser
 
 
@@ -97,6 +75,15 @@ def _interval(text: str) -> float:
     if not 0.1 <= seconds <= 60:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 60")
     return seconds
+
+
+_FLAGS = {
+    "url URL": "the server's address (default: %(default)s)",
+    "--interval SECONDS": "time between updates, from 0.1 to 60 (default: %(default)s)",
+    "--api-key KEY": f"if the server requires one (default: ${API_KEY_VARIABLE})",
+    "--once": "scrape twice, one interval apart, print plain text and exit (default: off)",
+}
+_INTERVAL = {"type": _interval, "default": 1.0}
 
 
 def _once(scraper: Scraper, interval_s: float) -> int:
