@@ -5,9 +5,9 @@ import math
 import os
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.loadtest.bench.expectation import Expectation, check_load, read_expectation
 from penstock.loadtest.bench.flags import (
@@ -32,37 +32,40 @@ _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name: RFC 9110, 5.6.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """The settings of one run. sweep: None to measure one workload. count: --tokenizer's. expected:
-    of the plan that --check names."""
+    the figures of the plan that --check names."""
 
     args: argparse.Namespace
-    headers: dict[str, str]
     count: TokenCounter | None
     workload: WorkloadConfig
     report: ReportConfig
-    sweep: SweepConfig | None
+    headers: dict[str, str] = field(default_factory=dict)
+    sweep: SweepConfig | None = None
     expected: Expectation | None = None
 
 
 def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
-    workload, report = workload_config(args), report_config(args)
-    sweep = sweep_config(args, workload, report)
+    config = measured_config(args)
     base_url(args)
-    check_result_flags(args)
+    return replace(
+        config,
+        headers=headers(args, api_key),
+        sweep=sweep_config(args, config.workload, config.report),
+        expected=_expectation(args, config.workload),
+    )
+
+
+def measured_config(args: argparse.Namespace) -> BenchConfig:
+    """The settings of a load and its report, whatever it is sent to. Raises InvalidConfig."""
+    workload, report = workload_config(args), report_config(args)
+    _check_result_flags(args)
     parse_pairs("--metadata", args.metadata)
-    for flag, path in output_paths(args).items():
+    for flag, path in _output_paths(args).items():
         check_writable(flag, path)
     if args.plot_dir is not None:
         check_matplotlib()
-    return BenchConfig(
-        args=args,
-        headers=headers(args, api_key),
-        count=None if args.tokenizer is None else tokenizer_counter(args.tokenizer),
-        workload=workload,
-        report=report,
-        sweep=sweep,
-        expected=_expectation(args, workload),
-    )
+    count = None if args.tokenizer is None else tokenizer_counter(args.tokenizer)
+    return BenchConfig(args=args, count=count, workload=workload, report=report)
 
 
 def _expectation(args: argparse.Namespace, workload: WorkloadConfig) -> Expectation | None:
@@ -115,7 +118,7 @@ def ignores_eos(args: argparse.Namespace) -> bool:
     return dataset.is_trace or not dataset.is_file
 
 
-def check_result_flags(args: argparse.Namespace) -> None:
+def _check_result_flags(args: argparse.Namespace) -> None:
     """Raises InvalidConfig for a flag that would have no effect."""
     if args.save_result and args.append_result:
         raise InvalidConfig("--save-result and --append-result cannot be combined; give one")
@@ -135,7 +138,7 @@ def base_url(args: argparse.Namespace) -> str:
     return str(args.base_url)
 
 
-def output_paths(args: argparse.Namespace) -> dict[str, Path]:
+def _output_paths(args: argparse.Namespace) -> dict[str, Path]:
     """The files that are written, by flag; without the one whose name is not known yet."""
     paths = {} if args.report is None else {"--report": args.report}
     if args.result_filename is not None:
@@ -163,63 +166,44 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise InvalidConfig(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
-    dataset, lengths = Dataset(args.dataset_name), _lengths(args)
+    dataset = Dataset(args.dataset_name)
     custom_output_len = None if args.custom_output_len == -1 else args.custom_output_len
     input_ratio, output_ratio = args.random_range_ratio or (0.0, None)
-    return WorkloadConfig(
-        seed=secrets.randbits(31) if args.seed is None else args.seed,
-        num_prompts=args.num_prompts,
-        dataset=dataset,
-        prompt_format=PromptFormat(args.prompt_format or default_format),
-        input_len=lengths.prompt,
-        output_len=lengths.output,
-        range_ratio=input_ratio,
-        output_range_ratio=output_ratio,
-        random_prefix_len=args.random_prefix_len,
-        shared_prefix_len=lengths.prefix,
-        num_prefixes=lengths.num_prefixes,
-        request_rate=args.request_rate,
-        burstiness=args.burstiness,
-        ramp=_ramp(args),
-        vocab_size=args.vocab_size,
-        dataset_path=args.dataset_path,
-        sharegpt_output_len=_general_or_own(args.output_len, args.sharegpt_output_len),
-        custom_output_len=_general_or_own(args.output_len, custom_output_len),
-        is_shuffled=not args.disable_shuffle,
-        trace_speedup=args.trace_speedup,
-        is_chat=is_chat,
-    )
+    # Settings that are called as their flag are read as they are.
+    names = {each.name for each in fields(WorkloadConfig)} & vars(args).keys()
+    settings: dict[str, Any] = {name: getattr(args, name) for name in names} | {
+        "seed": secrets.randbits(31) if args.seed is None else args.seed,
+        "dataset": dataset,
+        "prompt_format": PromptFormat(args.prompt_format or default_format),
+        "range_ratio": input_ratio,
+        "output_range_ratio": output_ratio,
+        "ramp": _ramp(args),
+        "sharegpt_output_len": _general_or_own(args.output_len, args.sharegpt_output_len),
+        "custom_output_len": _general_or_own(args.output_len, custom_output_len),
+        "is_shuffled": not args.disable_shuffle,
+        "is_chat": is_chat,
+    }
+    # The model's limit comes later: the flag of this name is that of a simulated server.
+    return WorkloadConfig(**(settings | _lengths(args, dataset) | {"max_model_len": None}))
 
 
-class _Lengths(NamedTuple):
-    """Of synthetic prompts."""
-
-    prompt: int
-    output: int
-    prefix: int
-    num_prefixes: int
-
-
-def _lengths(args: argparse.Namespace) -> _Lengths:
-    """From the flags of the data set; prefix_repetition has vLLM's own ones."""
-    dataset = Dataset(args.dataset_name)
+def _lengths(args: argparse.Namespace, dataset: Dataset) -> dict[str, int]:
+    """The settings of synthetic prompts; prefix_repetition has vLLM's own flags for them."""
     if dataset.is_trace and args.output_len is not None:
         raise InvalidConfig(f"--output-len does not change the lengths of {dataset}; remove it")
     if dataset.is_file and args.input_len is not None:
         raise InvalidConfig(f"--input-len does not change the prompts of {dataset}; remove it")
     if dataset is Dataset.PREFIX_REPETITION:
-        return _Lengths(
-            prompt=_general_or_own(args.input_len, args.prefix_repetition_suffix_len),
-            output=_general_or_own(args.output_len, args.prefix_repetition_output_len),
-            prefix=args.prefix_repetition_prefix_len,
-            num_prefixes=args.prefix_repetition_num_prefixes,
-        )
-    return _Lengths(
-        prompt=_general_or_own(args.input_len, args.random_input_len),
-        output=_general_or_own(args.output_len, args.random_output_len),
-        prefix=args.shared_prefix_len,
-        num_prefixes=args.num_prefixes,
-    )
+        return {
+            "input_len": _general_or_own(args.input_len, args.prefix_repetition_suffix_len),
+            "output_len": _general_or_own(args.output_len, args.prefix_repetition_output_len),
+            "shared_prefix_len": args.prefix_repetition_prefix_len,
+            "num_prefixes": args.prefix_repetition_num_prefixes,
+        }
+    return {
+        "input_len": _general_or_own(args.input_len, args.random_input_len),
+        "output_len": _general_or_own(args.output_len, args.random_output_len),
+    }
 
 
 def _general_or_own(general: int | None, own: Any) -> Any:

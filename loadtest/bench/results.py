@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
-from penstock.loadtest.exit_status import discard_output
+from penstock.loadtest.exit_status import discard_output, printer
 from penstock.loadtest.report.figures import Figure, Run, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
@@ -109,9 +108,7 @@ def show_text(text: str) -> None:
         discard_output()
 
 
-def say(text: str) -> None:
-    """On stderr: stdout has the result alone."""
-    print(f"penstock bench: {text}", file=sys.stderr, flush=True)
+say = printer("penstock bench")
 
 
 def write(

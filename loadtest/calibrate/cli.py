@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import sys
 from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
@@ -22,7 +21,7 @@ from penstock.loadtest.calibrate.engine_flags import (
 from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measure_front_end
 from penstock.loadtest.calibrate.running import ServerSteps, read_steps
 from penstock.loadtest.calibrate.sweep import run_sweep
-from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.exit_status import exit_status, printer
 from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
@@ -35,6 +34,8 @@ Fit a model of step times, and write it to a file for penstock simulate.
   penstock calibrate --base-url http://127.0.0.1:8000     from the steps of a server that had load
   penstock calibrate MODEL_DIR --seconds 60               from a sweep in this process"""
 
+
+say = printer("penstock calibrate")
 
 _FLAGS = {
     "model MODEL": "as of penstock serve; default: the demo model",
@@ -74,13 +75,13 @@ def _calibrate(argv: list[str]) -> int:
         made = _from_sweep(args)
     made.write(args.output)
     print(describe(made))
-    _say(f"written to {args.output}")
+    say(f"written to {args.output}")
     return 0
 
 
 async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
     """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
-    measured = await measure_front_end(base_url, headers, _say)
+    measured = await measure_front_end(base_url, headers, say)
     return calibration_of(base_url, measured, await read_steps(base_url, headers))
 
 
@@ -113,14 +114,14 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
     needs_weights = config.load_format is LoadFormat.AUTO
     files = open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
     if files.download:
-        _say(files.download.what)
+        say(files.download.what)
         files.download.run()
     executor = build_executor(replace(config, model=str(files.directory)), Phases())
     samples = run_sweep(
         executor,
         config.scheduler,
         seconds=args.seconds,
-        on_level=lambda number, total: _say(f"load {number + 1} of {total}"),
+        on_level=lambda number, total: say(f"load {number + 1} of {total}"),
     )
     return Calibration(
         name=Path(config.model).name,
@@ -174,7 +175,3 @@ def _short(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e15:.3g} fs"
-
-
-def _say(text: str) -> None:
-    print(f"penstock calibrate: {text}", file=sys.stderr, flush=True)

@@ -1,20 +1,11 @@
 """`penstock simulate`: its flags, and the order of a simulation."""
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.loadtest.bench.config import (
-    BenchConfig,
-    check_result_flags,
-    check_writable,
-    output_paths,
-    parse_pairs,
-    report_config,
-    workload_config,
-)
+from penstock.loadtest.bench.config import BenchConfig, measured_config
 from penstock.loadtest.bench.flags import add_dataset, add_load, add_result
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of, show, write
@@ -23,10 +14,9 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_model_flags,
     add_scheduler_flags,
 )
-from penstock.loadtest.exit_status import exit_status
+from penstock.loadtest.exit_status import exit_status, printer
 from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.loadtest.report.figures import Run
-from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import Summary, details, render
 from penstock.loadtest.simulate.outcome import (
     error_bars,
@@ -44,7 +34,7 @@ from penstock.loadtest.simulate.simulation import (
     uncollected,
 )
 from penstock.loadtest.workload.config import PromptFormat
-from penstock.loadtest.workload.token_counter import estimate_tokens, tokenizer_counter
+from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, make_workload
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.routing import RouterPolicy
@@ -57,6 +47,7 @@ layout and the JSON keys of penstock bench.
   penstock simulate configs/models/Llama-3.1-8B --device H200 --replicas 4 --router prefix-aware \\
     --dataset-name mooncake --dataset-path trace.jsonl --report out.html"""
 _PROGRESS_S = 5.0
+say = printer("penstock simulate")
 _SERVERS = {
     "model_dir MODEL_DIR": "a directory with config.json",
     "--calibration FILE": "of penstock calibrate, in place of it",
@@ -99,13 +90,13 @@ def make_parser() -> BenchParser:
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests completed, 1 if one was refused, 2 for flags."""
 
-    def run() -> int:
+    def simulate_flags() -> int:
         args = make_parser().parse_args(argv)
         config = _config(args)
         with uncollected():  # of torch too, which a model's directory has imported
             return _simulate(config, simulated_server(args))
 
-    return exit_status(run, "penstock simulate")
+    return exit_status(simulate_flags, "penstock simulate")
 
 
 def _config(args: argparse.Namespace) -> BenchConfig:
@@ -114,21 +105,7 @@ def _config(args: argparse.Namespace) -> BenchConfig:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
     if args.replicas < 1:
         raise InvalidConfig(f"--replicas is {args.replicas}; it must be at least 1")
-    workload, report = workload_config(args), report_config(args)
-    check_result_flags(args)
-    parse_pairs("--metadata", args.metadata)
-    for flag, path in output_paths(args).items():
-        check_writable(flag, path)
-    if args.plot_dir is not None:
-        check_matplotlib()
-    return BenchConfig(
-        args=args,
-        headers={},
-        count=None if args.tokenizer is None else tokenizer_counter(args.tokenizer),
-        workload=workload,
-        report=report,
-        sweep=None,
-    )
+    return measured_config(args)
 
 
 def _simulate(config: BenchConfig, named: NamedServer) -> int:
@@ -147,7 +124,7 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
     if workload.num_too_long:
         notes.append(f"{workload.num_too_long} requests are too long for the model, and left out")
     if args.seed is None:
-        _say(f"seed {limited.seed}; --seed with it simulates the same requests again")
+        say(f"seed {limited.seed}; --seed with it simulates the same requests again")
     progress = _progress(len(requests), is_shown=not args.disable_tqdm)
     simulated = simulate(plan, requests, on_progress=progress)
     summary = _settings(config, named, plan, simulated)
@@ -162,14 +139,14 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
             "a load like this one"
         )
     for line in notes:
-        _say(line)
+        say(line)
     # The last line of the layout ends it; the outcome has its own.
     text = render(summary, config.report).removesuffix("=" * 50) + render_outcome(summary)
     show(args, summary, text)
     document = summary | details(simulated.observed) if args.save_detailed else summary
     run = Run(summary=summary, observed=simulated.observed)
     more = figures_over_time(plan, simulated)
-    write(args, document, run, [], text, notes, more=more, say=_say)
+    write(args, document, run, [], text, notes, more=more, say=say)
     return 1 if summary["failed"] else 0
 
 
@@ -196,11 +173,6 @@ def _progress(total: int, *, is_shown: bool) -> Callable[[int, int], None]:
         nonlocal shown_s
         if is_shown and time.monotonic() - shown_s >= _PROGRESS_S:
             shown_s = time.monotonic()
-            _say(f"{num_done} of {total} requests, {num_steps} steps")
+            say(f"{num_done} of {total} requests, {num_steps} steps")
 
     return progress
-
-
-def _say(text: str) -> None:
-    """On stderr: stdout has the result alone."""
-    print(f"penstock simulate: {text}", file=sys.stderr, flush=True)
