@@ -24,6 +24,13 @@ def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTE
         return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
 
 
+def require(is_valid: bool, flag: str, value: float, bounds: str) -> None:
+    """Raises InvalidConfig unless the flag's value is valid. bounds: what it must be, in words."""
+    if not is_valid:
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise InvalidConfig(f"{flag} is {shown}; it must be {bounds}")
+
+
 def printer(command: str) -> Callable[[str], None]:
     """Returns what prints a line on stderr, after the command: stdout has the result alone."""
     return lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True)

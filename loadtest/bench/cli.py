@@ -28,7 +28,7 @@ from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
 from penstock.loadtest.exit_status import INTERRUPTED
-from penstock.loadtest.report.figures import Run
+from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import (
     Replay,
     Summary,
@@ -188,7 +188,7 @@ def _report(
     if checked:
         text += f"\n{check_table(checked)}"
     show(config.args, summary, text)
-    write(config.args, document, Run(summary=summary, observed=observed), [], text, notes)
+    write(config.args, document, Measurement(summary=summary, observed=observed), [], text, notes)
     if observed.is_interrupted:
         return INTERRUPTED
     return 1 if summary["failed"] or summary.get("is_refuted") else 0
@@ -216,8 +216,8 @@ async def _sweep(
     show(config.args, summary, text)
     if result.rates:
         shown = result.best or result.rates
-        best = Run(summary=settings | shown[-1].summary, observed=shown[-1].observed)
-        rates = [Run(summary=rate.summary, observed=rate.observed) for rate in result.rates]
+        best = Measurement(summary=settings | shown[-1].summary, observed=shown[-1].observed)
+        rates = [Measurement(summary=rate.summary, observed=rate.observed) for rate in result.rates]
         write(config.args, summary, best, rates, text, notes)
     if result.is_interrupted:
         return INTERRUPTED

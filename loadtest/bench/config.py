@@ -19,6 +19,7 @@ from penstock.loadtest.bench.flags import (
     SAMPLING,
 )
 from penstock.loadtest.bench.sweep import SweepConfig
+from penstock.loadtest.exit_status import require
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import METRIC_TITLES, ReportConfig
 from penstock.loadtest.workload.arrivals import Ramp, RampStrategy
@@ -163,8 +164,8 @@ def workload_config(args: argparse.Namespace) -> WorkloadConfig:
     is_chat = endpoint(args).endswith("/chat/completions")
     if is_chat and args.prompt_format == PromptFormat.IDS:
         raise InvalidConfig(f"{endpoint(args)} does not accept token ids; use --prompt-format text")
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise InvalidConfig(f"--max-concurrency is {args.max_concurrency}; it must be at least 1")
+    if (most := args.max_concurrency) is not None:
+        require(most >= 1, "--max-concurrency", most, "at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
     dataset = Dataset(args.dataset_name)
     custom_output_len = None if args.custom_output_len == -1 else args.custom_output_len

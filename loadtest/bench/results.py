@@ -13,7 +13,7 @@ import msgspec
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.exit_status import discard_output, printer
-from penstock.loadtest.report.figures import Figure, Run, figures
+from penstock.loadtest.report.figures import Figure, Measurement, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
 from penstock.loadtest.report.report import Summary
@@ -114,8 +114,8 @@ say = printer("penstock bench")
 def write(
     args: argparse.Namespace,
     document: Summary,
-    shown: Run,
-    rates: list[Run],
+    shown: Measurement,
+    rates: list[Measurement],
     text: str,
     notes: list[str],
     *,

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.progress import Progress
 from penstock.loadtest.bench.replay import replay
+from penstock.loadtest.exit_status import require
 from penstock.loadtest.report.report import (
     Replay,
     ReportConfig,
@@ -26,7 +27,6 @@ from penstock.loadtest.report.report import (
 from penstock.loadtest.workload.config import WorkloadConfig, cache_advice
 from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
-from penstock.scheduler.errors import InvalidConfig
 
 # Fewer cannot tell 99 % good from 97 %. To send them, a slow rate may take 3 times its seconds.
 MIN_REQUESTS, MAX_STRETCH = 100, 3
@@ -57,16 +57,10 @@ class SweepConfig:
         return max(1, min(wanted, math.ceil(rate * self.seconds * MAX_STRETCH)))
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_ratio <= 1:
-            raise InvalidConfig(
-                f"--sweep-goodput-ratio is {self.min_ratio:g}; it must be in (0, 1]"
-            )
-        if not 0 < self.seconds < math.inf:
-            raise InvalidConfig(f"--sweep-seconds is {self.seconds:g}; it must be more than 0")
-        if not 0.001 <= self.precision < 1:
-            raise InvalidConfig(
-                f"--sweep-precision is {self.precision:g}; it must be in [0.001, 1)"
-            )
+        ratio, seconds, precision = self.min_ratio, self.seconds, self.precision
+        require(0 < ratio <= 1, "--sweep-goodput-ratio", ratio, "in (0, 1]")
+        require(0 < seconds < math.inf, "--sweep-seconds", seconds, "more than 0")
+        require(0.001 <= precision < 1, "--sweep-precision", precision, "in [0.001, 1)")
 
 
 @dataclass(slots=True)

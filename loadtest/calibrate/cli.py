@@ -21,7 +21,7 @@ from penstock.loadtest.calibrate.engine_flags import (
 from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measure_front_end
 from penstock.loadtest.calibrate.running import ServerSteps, read_steps
 from penstock.loadtest.calibrate.sweep import run_sweep
-from penstock.loadtest.exit_status import exit_status, printer
+from penstock.loadtest.exit_status import exit_status, printer, require
 from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
@@ -63,8 +63,7 @@ def main(argv: list[str]) -> int:
 def _calibrate(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     check_writable("--output", args.output)
-    if not args.seconds > 0:
-        raise InvalidConfig(f"--seconds is {args.seconds:g}; it must be more than 0")
+    require(args.seconds > 0, "--seconds", args.seconds, "more than 0")
     if args.base_url is not None:
         if args.model is not None:
             raise InvalidConfig("give either MODEL or --base-url, not both")

@@ -17,7 +17,7 @@ from penstock.loadtest.bench.config import check_writable, report_config, worklo
 from penstock.loadtest.bench.flags import add_dataset
 from penstock.loadtest.bench.results import show_text, writing
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
-from penstock.loadtest.exit_status import exit_status, printer
+from penstock.loadtest.exit_status import exit_status, printer, require
 from penstock.loadtest.parser import BenchParser, add_flags
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
@@ -189,12 +189,10 @@ def _checked(args: argparse.Namespace) -> tuple[WorkloadConfig, Targets]:
     if args.prompt_format == PromptFormat.TEXT:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
     for flag, value in (("--seconds", args.seconds), ("--check-seconds", args.check_seconds)):
-        if not 0 < value < math.inf:
-            raise InvalidConfig(f"{flag} is {value:g}; it must be more than 0")
-    if not 0.001 <= args.precision < 1:
-        raise InvalidConfig(f"--precision is {args.precision:g}; it must be in [0.001, 1)")
-    if args.jobs is not None and args.jobs < 1:
-        raise InvalidConfig(f"--jobs is {args.jobs}; it must be at least 1")
+        require(0 < value < math.inf, flag, value, "more than 0")
+    require(0.001 <= args.precision < 1, "--precision", args.precision, "in [0.001, 1)")
+    if args.jobs is not None:
+        require(args.jobs >= 1, "--jobs", args.jobs, "at least 1")
     for name, path in (("--output", args.output), ("--csv", args.csv), ("--report", args.report)):
         if path is not None:
             check_writable(name, path)

@@ -8,6 +8,7 @@ only where the ranges of the runs do not overlap.
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -93,7 +94,7 @@ class Row:
     values: list[Value | None]
 
     def ratio(self, index: int) -> float | None:
-        """Of this side to the first."""
+        """This side's value over that of the first."""
         first, other = self.values[0], self.values[index]
         return other.middle / first.middle if first and other and first.middle else None
 
@@ -135,6 +136,43 @@ class Comparison:
     @property
     def names(self) -> list[str]:
         return [side.name for side in self.sides]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """is_better: whether it says that this side is better than the first, or worse."""
+
+    text: str
+    is_number: bool = False
+    is_better: bool | None = None
+
+
+def table(
+    comparison: Comparison, spread: Callable[[str, str], str]
+) -> tuple[list[Cell], list[list[Cell]]]:
+    """The head and the rows: each value; for all sides but the first, the ratio to the first and
+    which is better. spread: how the range of repeated runs is shown, from low and high."""
+    first, *others = names = comparison.names
+
+    def value_cell(row: Row, index: int) -> Cell:
+        value, shown = row.values[index], row.metric.shown
+        if value is None:
+            return Cell("-", is_number=True)
+        around = "" if value.low == value.high else spread(shown(value.low), shown(value.high))
+        return Cell(shown(value.middle) + around, is_number=True)
+
+    head, rows = [Cell(""), Cell(first, is_number=True)], []
+    for name in others:
+        head += [Cell(name, True), Cell(f"{name}/{first}", True), Cell("better")]
+    for row in comparison.rows:
+        cells = [Cell(row.metric.label), value_cell(row, 0)]
+        for index in range(1, len(names)):
+            ratio, is_better = row.ratio(index), row.is_better(index)
+            shown = "-" if ratio is None else f"{ratio:.3f}"
+            cells += [value_cell(row, index), Cell(shown, True, is_better)]
+            cells.append(Cell(row.verdict(index, names), is_better=is_better))
+        rows.append(cells)
+    return head, rows
 
 
 def read_sides(arguments: list[str]) -> list[Side]:

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from penstock.loadtest.report.comparison import Comparison, Metric, Row, Value
+from penstock.loadtest.report.comparison import Cell, Comparison, Row, Value, table
 from penstock.loadtest.report.figures import Bar, Bars
 from penstock.loadtest.report.html import page
 from penstock.loadtest.report.report import METRIC_TITLES
@@ -22,51 +22,27 @@ def comparison_html(comparison: Comparison) -> str:
     )
     notes = "".join(f"<p>{escape(note)}</p>" for note in comparison.notes)
     drawn = "".join(figure_html(figure) for figure in _figures(comparison))
-    head = "".join(_head(names))
-    rows = "".join(_row(row, names) for row in comparison.rows)
-    table = f"<table><tr>{head}</tr>{rows}</table>"
+    head, rows = table(comparison, lambda low, high: f" <small>{low}-{high}</small>")
+    shown = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    shown = f"<table><tr>{''.join(map(_head_cell, head))}</tr>{shown}</table>"
     figures = f'<h2>Figures</h2><div class="grid">{drawn}</div>' if drawn else ""
     return page(
         f"Load tests compared: {', '.join(names[:-1])} and {names[-1]}",
-        f'{sides}{notes}<h2>Numbers</h2><div class="scroll">{table}</div>{figures}',
+        f'{sides}{notes}<h2>Numbers</h2><div class="scroll">{shown}</div>{figures}',
     )
 
 
-def _head(names: list[str]) -> list[str]:
-    first, *others = map(escape, names)
-    cells = ["<th></th>", _number_cell(first, "th")]
-    for name in others:
-        cells += [
-            _number_cell(name, "th"),
-            _number_cell(f"{name}/{first}", "th"),
-            "<th>better</th>",
-        ]
-    return cells
+def _head_cell(cell: Cell) -> str:
+    kind = ' class="number"' if cell.is_number else ""
+    return f"<th{kind}>{escape(cell.text)}</th>"
 
 
-def _number_cell(inner: str, tag: str = "td", kind: str = "") -> str:
-    return f'<{tag} class="number{kind}">{inner}</{tag}>'
-
-
-def _row(row: Row, names: list[str]) -> str:
-    values = [_value(row.metric, value) for value in row.values]
-    cells = [f"<th>{escape(row.metric.label)}</th>", _number_cell(values[0])]
-    for index in range(1, len(names)):
-        ratio, is_better = row.ratio(index), row.is_better(index)
-        kind = {True: " good", False: " bad", None: ""}[is_better]
-        shown = "-" if ratio is None else f"{ratio:.3f}"
-        cells += [_number_cell(values[index]), _number_cell(shown, kind=kind)]
-        cells.append(f'<td class="{kind.strip()}">{escape(row.verdict(index, names))}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _value(metric: Metric, value: Value | None) -> str:
-    if value is None:
-        return "-"
-    if value.low == value.high:
-        return metric.shown(value.middle)
-    spread = f"{metric.shown(value.low)}-{metric.shown(value.high)}"
-    return f"{metric.shown(value.middle)} <small>{spread}</small>"
+def _cell(cell: Cell) -> str:
+    """Text that is no number is escaped: labels and names."""
+    kind = {True: " good", False: " bad", None: ""}[cell.is_better]
+    if cell.is_number:
+        return f'<td class="number{kind}">{cell.text}</td>'
+    return f'<td class="{kind.strip()}">{escape(cell.text)}</td>'
 
 
 def _figures(comparison: Comparison) -> list[Bars]:

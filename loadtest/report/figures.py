@@ -31,7 +31,7 @@ PARTS = (UNSENT, FIRST_TOKEN, DECODE, FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Measurement:
     """One replay and its summary."""
 
     summary: Summary
@@ -106,7 +106,7 @@ class Bars:
 Figure: TypeAlias = Lines | Timeline
 
 
-def figures(shown: Run, rates: list[Run]) -> list[Figure]:
+def figures(shown: Measurement, rates: list[Measurement]) -> list[Figure]:
     """Figures of the sweep, if any, then of one replay. Empty ones are left out."""
     drawn: list[Figure] = []
     if rates:
@@ -124,7 +124,7 @@ def _has_data(figure: Figure) -> bool:
     return any(any(series.ys) for series in figure.series)
 
 
-def _against_throughput(rates: list[Run], metric: str) -> Lines:
+def _against_throughput(rates: list[Measurement], metric: str) -> Lines:
     """In order of the rate, so that the line bends back where more load gives less throughput.
 
     One point per rate: its last complete run. Runs that were stopped early are not on the line.
@@ -162,7 +162,7 @@ def _against_throughput(rates: list[Run], metric: str) -> Lines:
     )
 
 
-def _points(runs: list[Run], metric: str) -> list[tuple[float, ...]]:
+def _points(runs: list[Measurement], metric: str) -> list[tuple[float, ...]]:
     """Throughput, and each percentile in ms, of each run that has a complete response."""
     points = []
     for run in runs:
@@ -195,6 +195,10 @@ def _cdf(done: list[RequestResult], metric: str) -> Lines:
     )
 
 
+def over_time(slug: str, title: str, y_label: str, series: list[Series]) -> Lines:
+    return Lines(slug=slug, title=title, x_label="seconds", y_label=y_label, series=series)
+
+
 def _start_s(observed: Replay) -> float:
     return min((result.scheduled_s for result in observed.results), default=0.0)
 
@@ -214,13 +218,8 @@ def _tokens_over_time(observed: Replay) -> Lines:
         for arrival_s in result.arrivals_s:
             index = min(int((arrival_s - start_s) / width), len(tokens) - 1)
             tokens[index] += weight / width
-    return Lines(
-        slug="tokens-over-time",
-        title="Output tokens over time",
-        x_label="seconds",
-        y_label="tokens/s",
-        series=[Series(name="output tokens/s", xs=middles, ys=tokens, has_marks=len(middles) == 1)],
-    )
+    drawn = Series(name="output tokens/s", xs=middles, ys=tokens, has_marks=len(middles) == 1)
+    return over_time("tokens-over-time", "Output tokens over time", "tokens/s", [drawn])
 
 
 def _in_flight_over_time(observed: Replay) -> Lines:
@@ -236,13 +235,8 @@ def _in_flight_over_time(observed: Replay) -> Lines:
             running += changes[index][1]
             index += 1
         counts.append(float(running))
-    return Lines(
-        slug="in-flight-over-time",
-        title="Requests in flight over time",
-        x_label="seconds",
-        y_label="requests",
-        series=[Series(name="in flight", xs=middles, ys=counts, has_marks=len(middles) == 1)],
-    )
+    drawn = Series(name="in flight", xs=middles, ys=counts, has_marks=len(middles) == 1)
+    return over_time("in-flight-over-time", "Requests in flight over time", "requests", [drawn])
 
 
 def _timeline(observed: Replay) -> Timeline:

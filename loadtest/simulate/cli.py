@@ -14,9 +14,9 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_model_flags,
     add_scheduler_flags,
 )
-from penstock.loadtest.exit_status import exit_status, printer
+from penstock.loadtest.exit_status import exit_status, printer, require
 from penstock.loadtest.parser import BenchParser, add_flags
-from penstock.loadtest.report.figures import Run
+from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import Summary, details, render
 from penstock.loadtest.simulate.outcome import (
     error_bars,
@@ -103,8 +103,7 @@ def _config(args: argparse.Namespace) -> BenchConfig:
     """Raises InvalidConfig."""
     if args.prompt_format == PromptFormat.TEXT:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
-    if args.replicas < 1:
-        raise InvalidConfig(f"--replicas is {args.replicas}; it must be at least 1")
+    require(args.replicas >= 1, "--replicas", args.replicas, "at least 1")
     return measured_config(args)
 
 
@@ -144,7 +143,7 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
     text = render(summary, config.report).removesuffix("=" * 50) + render_outcome(summary)
     show(args, summary, text)
     document = summary | details(simulated.observed) if args.save_detailed else summary
-    run = Run(summary=summary, observed=simulated.observed)
+    run = Measurement(summary=summary, observed=simulated.observed)
     more = figures_over_time(plan, simulated)
     write(args, document, run, [], text, notes, more=more, say=say)
     return 1 if summary["failed"] else 0

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.engine.step.model_info import ModelInfo
-from penstock.loadtest.report.figures import NUM_TIME_BINS, Lines, Series
+from penstock.loadtest.report.figures import NUM_TIME_BINS, Lines, Series, over_time
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.replica import StepRecord
 from penstock.loadtest.simulate.simulation import Plan, Simulated
@@ -170,23 +170,15 @@ def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
     used += [Series(name="MFU", xs=xs, ys=rate("flops", flops))] if flops else []
     running = Series(name="running", xs=xs, ys=mean("num_running"))
     waiting = Series(name="waiting", xs=xs, ys=mean("num_waiting"))
-    drawn = [
+    blocks = Series(name="KV blocks", xs=xs, ys=mean("kv_usage"))
+    drawn = (
         ("utilization-over-time", "MBU and MFU over time", "share of the peak", used),
-        (
-            "kv-over-time",
-            "KV blocks in use over time",
-            "share of the blocks",
-            [Series(name="KV blocks", xs=xs, ys=mean("kv_usage"))],
-        ),
+        ("kv-over-time", "KV blocks in use over time", "share of the blocks", [blocks]),
         (
             "sequences-over-time",
             "Sequences of a replica over time",
             "sequences",
             [running, waiting],
         ),
-    ]
-    return [
-        Lines(slug=slug, title=title, x_label="seconds", y_label=label, series=series)
-        for slug, title, label, series in drawn
-        if series
-    ]
+    )
+    return [over_time(slug, title, label, series) for slug, title, label, series in drawn if series]

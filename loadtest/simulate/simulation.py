@@ -100,7 +100,7 @@ def simulate(
     The prompts of the requests must be token ids. Where the judge ends it, what was observed is
     marked as interrupted, and has only the requests that had ended.
     """
-    return _Run(plan, requests, factors or {}, judge).run(on_progress)
+    return _Simulation(plan, requests, factors or {}, judge).run(on_progress)
 
 
 def step_factors(server: SimulatedServer, sign: int) -> dict[StepClass, float]:
@@ -138,7 +138,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _Run:
+class _Simulation:
     def __init__(
         self,
         plan: Plan,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from penstock.scheduler.errors import InvalidConfig
+from penstock.loadtest.exit_status import require
 
 
 class RampStrategy(StrEnum):
@@ -32,8 +32,7 @@ class Ramp:
             ("--ramp-up-start-rps", self.start_rps),
             ("--ramp-up-end-rps", self.end_rps),
         ):
-            if not 0 < rate < math.inf:
-                raise InvalidConfig(f"{flag} is {rate:g}; it must be more than 0 and finite")
+            require(0 < rate < math.inf, flag, rate, "more than 0 and finite")
 
     def rate_at(self, share: float) -> float:
         """The rate when this share of the requests, from 0 to 1, has been sent."""

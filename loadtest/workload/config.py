@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from penstock.loadtest.exit_status import require
 from penstock.loadtest.workload.arrivals import Ramp
 from penstock.scheduler.errors import InvalidConfig
 
@@ -103,6 +104,23 @@ class WorkloadConfig:
         return self.dataset is Dataset.SHAREGPT and self.sharegpt_output_len is None
 
     def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_rates()
+        if self.random_prefix_len and self.dataset is not Dataset.RANDOM:
+            raise InvalidConfig(
+                f"--random-prefix-len requires --dataset-name random, and it is {self.dataset}; "
+                "remove it, or use --dataset-name shared-prefix for several prefixes"
+            )
+        if self.dataset.is_file != (self.dataset_path is not None):
+            needs = "requires" if self.dataset.is_file else "reads no file; remove"
+            raise InvalidConfig(f"--dataset-name {self.dataset} {needs} --dataset-path")
+        if self.vocab_size <= FIRST_TOKEN_ID:
+            raise InvalidConfig(
+                f"--vocab-size is {self.vocab_size}; random ids start at {FIRST_TOKEN_ID}, "
+                f"so it must be at least {FIRST_TOKEN_ID + 1}"
+            )
+
+    def _check_lengths(self) -> None:
         for flag, value in (
             ("--num-prompts", self.num_prompts),
             ("--random-input-len", self.input_len),
@@ -112,43 +130,22 @@ class WorkloadConfig:
             ("--sharegpt-output-len", self.sharegpt_output_len),
             ("--custom-output-len", self.custom_output_len),
         ):
-            if value is not None and value < 1:
-                raise InvalidConfig(f"{flag} is {value}; it must be at least 1")
-        if self.random_prefix_len < 0:
-            raise InvalidConfig(
-                f"--random-prefix-len is {self.random_prefix_len}; it must be at least 0"
-            )
-        if self.random_prefix_len and self.dataset is not Dataset.RANDOM:
-            raise InvalidConfig(
-                f"--random-prefix-len requires --dataset-name random, and it is {self.dataset}; "
-                "remove it, or use --dataset-name shared-prefix for several prefixes"
-            )
+            if value is not None:
+                require(value >= 1, flag, value, "at least 1")
+        prefix_len = self.random_prefix_len
+        require(prefix_len >= 0, "--random-prefix-len", prefix_len, "at least 0")
         for ratio in (self.range_ratio, self.output_range_ratio):
-            if ratio is not None and not 0 <= ratio < 1:
-                raise InvalidConfig(f"--random-range-ratio is {ratio}; it must be in [0, 1)")
-        if not self.request_rate > 0:
-            raise InvalidConfig(
-                f"--request-rate is {self.request_rate}; it must be more than 0, or inf"
-            )
-        if not 0 < self.burstiness < math.inf:
-            raise InvalidConfig(
-                f"--burstiness is {self.burstiness}; it must be more than 0 and finite"
-            )
-        if not self.trace_speedup > 0:
-            raise InvalidConfig(
-                f"--trace-speedup is {self.trace_speedup}; it must be more than 0, or inf"
-            )
-        if self.ramp and not math.isinf(self.request_rate):
+            if ratio is not None:
+                require(0 <= ratio < 1, "--random-range-ratio", ratio, "in [0, 1)")
+
+    def _check_rates(self) -> None:
+        rate, burstiness, speedup = self.request_rate, self.burstiness, self.trace_speedup
+        require(rate > 0, "--request-rate", rate, "more than 0, or inf")
+        require(0 < burstiness < math.inf, "--burstiness", burstiness, "more than 0 and finite")
+        require(speedup > 0, "--trace-speedup", speedup, "more than 0, or inf")
+        if self.ramp and not math.isinf(rate):
             raise InvalidConfig(
                 "--request-rate cannot be combined with a ramp; give one of the two"
-            )
-        if self.dataset.is_file != (self.dataset_path is not None):
-            needs = "requires" if self.dataset.is_file else "reads no file; remove"
-            raise InvalidConfig(f"--dataset-name {self.dataset} {needs} --dataset-path")
-        if self.vocab_size <= FIRST_TOKEN_ID:
-            raise InvalidConfig(
-                f"--vocab-size is {self.vocab_size}; random ids start at {FIRST_TOKEN_ID}, "
-                f"so it must be at least {FIRST_TOKEN_ID + 1}"
             )
 
 

@@ -128,7 +128,7 @@ def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
         (["--report", "."], "is a directory; give a file's name"),
         (["--report", f"{__file__}/r.html"], "test_flags.py is not a directory"),
         (["--random-range-ratio", "{}{"], '"output": 0.5'),
-        (["--random-range-ratio", '{"input": 0.1, "output": 1}'], "is 1.0; it must be in [0, 1)"),
+        (["--random-range-ratio", '{"input": 0.1, "output": 1}'], "is 1; it must be in [0, 1)"),
         (["--base-url", "ftp://x"], "write one like http://127.0.0.1:8000"),
         (["--base-url", "http://x:port"], "has no port"),
         (

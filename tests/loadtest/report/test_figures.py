@@ -8,7 +8,7 @@ from penstock.loadtest.report.figures import (
     FAILED,
     FIRST_TOKEN,
     Lines,
-    Run,
+    Measurement,
     Timeline,
     figures,
 )
@@ -18,8 +18,8 @@ from penstock.loadtest.workload.config import Dataset, WorkloadConfig
 from tests.support.results import result
 
 
-def run_of(observed: Replay, rate: float = 1.0) -> Run:
-    return Run(
+def run_of(observed: Replay, rate: float = 1.0) -> Measurement:
+    return Measurement(
         summary=summarize(observed, ReportConfig()) | {"request_rate": rate}, observed=observed
     )
 

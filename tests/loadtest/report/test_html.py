@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from penstock.loadtest.report.figures import Lines, Run, Timeline, figures
+from penstock.loadtest.report.figures import Lines, Measurement, Timeline, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.report import Replay, ReportConfig, readable_date, summarize
 from penstock.loadtest.report.svg import short_number
@@ -19,11 +19,11 @@ SETTINGS = {
 }
 
 
-def run(num: int) -> Run:
+def run(num: int) -> Measurement:
     """TTFTs of 1 to `num` ms."""
     results = [result(n, arrivals=(n / 1000, n / 1000 + 0.1)) for n in range(1, num + 1)]
     observed = Replay(results=results, duration_s=2.0, client_cpu_share=0.1)
-    return Run(summary=SETTINGS | summarize(observed, ReportConfig()), observed=observed)
+    return Measurement(summary=SETTINGS | summarize(observed, ReportConfig()), observed=observed)
 
 
 def test_a_date_is_written_for_people_and_others_are_left_alone() -> None:
