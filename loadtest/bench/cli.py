@@ -21,9 +21,8 @@ from penstock.loadtest.bench.expectation import check, check_summary, check_tabl
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
-from penstock.loadtest.bench.progress import Progress
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
-from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
+from penstock.loadtest.bench.replay import Progress, raise_open_file_limit, replay, run
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.loadtest.bench.http_target import HttpTarget
-from penstock.loadtest.bench.progress import Progress
-from penstock.loadtest.bench.replay import replay
+from penstock.loadtest.bench.replay import Progress, replay
 from penstock.loadtest.exit_status import require
 from penstock.loadtest.report.report import (
     Replay,

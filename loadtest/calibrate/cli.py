@@ -18,8 +18,13 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_scheduler_flags,
     engine_config,
 )
-from penstock.loadtest.calibrate.front_end import PROBE_TOKENS, Measured, measure_front_end
-from penstock.loadtest.calibrate.running import ServerSteps, read_steps
+from penstock.loadtest.calibrate.front_end import (
+    PROBE_TOKENS,
+    Measured,
+    ServerSteps,
+    measure_front_end,
+    read_steps,
+)
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.exit_status import exit_status, printer, require
 from penstock.loadtest.parser import BenchParser, add_flags

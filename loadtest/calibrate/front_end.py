@@ -1,4 +1,4 @@
-"""What a server's front end costs, measured by requests to it while nothing else uses it.
+"""Reads a running server's steps, and measures the costs of its front end on an idle server.
 
 Short answers one after the other, one long answer, and many at once differ in how many requests,
 steps and tokens there are; the processor time of the server's process for each gives the three
@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
+
+from penstock.engine.step.model_info import ModelInfo
+from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready
-from penstock.loadtest.calibrate.running import read_steps
 from penstock.loadtest.workload.config import DEFAULT_VOCAB_SIZE
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.step_model.least_squares import NormalEquations
+from penstock.scheduler.step_model.samples import StepSample
 
 PROBE_TOKENS = 16  # of each prompt
 # Requests one after the other, and how many of the first are not counted.
@@ -107,3 +112,33 @@ async def _send(target: HttpTarget, num: int, length: int, *, at_once: int) -> l
         return result.ttft_s
 
     return await asyncio.gather(*map(send, range(num)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSteps:
+    """The answer of GET /steps: see `server.observability.step_record`."""
+
+    version: str
+    model: ModelInfo
+    scheduler: SchedulerConfig
+    num_steps: int
+    front_end_cpu_s: float
+    steps: list[StepSample]
+
+
+async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
+    """Raises TargetUnusable."""
+    pool = ConnectionPool(base_url, headers)
+    response = BufferedResponse()
+    try:
+        await pool.request(pool.encode("GET", "/steps"), response)
+        if response.status != 200:
+            raise TargetUnusable(
+                f"{base_url}/steps answers HTTP {response.status}; penstock calibrate needs a "
+                "Penstock server, and its key in OPENAI_API_KEY if it has one"
+            )
+        return msgspec.json.decode(response.data, type=ServerSteps)
+    except (HttpFailed, msgspec.MsgspecError) as error:
+        raise TargetUnusable(f"{base_url}/steps cannot be read: {error}") from error
+    finally:
+        await pool.close()

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from penstock.loadtest.address import API_KEY_VARIABLE, DEFAULT_URL, base_url
-from penstock.loadtest.chat.answer import Answer
-from penstock.loadtest.chat.client import ChatClient, Refused, StillLoading
+from penstock.loadtest.chat.client import Answer, ChatClient, Refused, StillLoading
 from penstock.loadtest.chat.conversation import COMMANDS, Conversation, Leave
 from penstock.loadtest.chat.screen import Screen
 from penstock.loadtest.exit_status import INTERRUPTED, exit_status
@@ -70,13 +69,9 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _body(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What every request has, besides the messages."""
-    given = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "seed": options.seed,
-    }
+    """The fields of every request, besides the messages."""
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    given = {name: getattr(options, name) for name in names}
     return {"model": model} | {name: value for name, value in given.items() if value is not None}
 
 

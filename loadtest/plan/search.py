@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.load import Load
@@ -43,12 +43,22 @@ class Limit(NamedTuple):
     missed: float | None
 
 
+class Judged(Protocol):
+    """A measurement at a rate. is_met: whether all targets were."""
+
+    @property
+    def is_met(self) -> bool: ...
+
+
+AnyJudged = TypeVar("AnyJudged", bound=Judged)
+
+
 def find_limit(
-    measure: Callable[[float], Point], start: float, precision: float
-) -> tuple[list[Point], Limit]:
+    measure: Callable[[float], AnyJudged], start: float, precision: float
+) -> tuple[list[AnyJudged], Limit]:
     """Raises or lowers the rate until one meets the targets and one does not, in steps that grow,
     then bisects, until the two are within the precision, relative to the lower one."""
-    points: list[Point] = []
+    points: list[AnyJudged] = []
     met = missed = None
     rate, factor = start, _FIRST_FACTOR
     while start / _MAX_RATIO <= rate <= start * _MAX_RATIO:

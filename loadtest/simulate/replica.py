@@ -10,7 +10,6 @@ from penstock.engine.loop.loop import EngineLoop
 from penstock.engine.loop.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
-from penstock.loadtest.simulate.front_end_queue import FrontEndQueue
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
@@ -21,7 +20,7 @@ from penstock.scheduler.types import Request
 
 
 class SimulatedServer(NamedTuple):
-    """What every replica is."""
+    """The settings that all replicas share."""
 
     info: ModelInfo
     step_model: StepModel
@@ -70,6 +69,32 @@ class _Inbox:
         while coming and coming[0].arrival_s <= clock.now_s:
             arrived.append(Submit(coming.popleft()))
         return arrived
+
+
+class FrontEndQueue:
+    """How requests and tokens wait for the server's other process. Call it in the order of time.
+
+    One thread parses requests, and writes the tokens of each step to their streams. It does one
+    thing after another; so while it writes, a new request waits, and while it parses, tokens wait.
+    """
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._costs = front_end
+        self._free_s = 0.0
+
+    def request(self, sent_s: float) -> float:
+        """When the engine gets what a client sends now."""
+        self._free_s = max(sent_s, self._free_s) + self._costs.request_s
+        return self._free_s + self._costs.delay_s
+
+    def report(self, sent_s: float) -> float:
+        """When the first token of what the engine sends now may be written; see `token`."""
+        self._free_s = max(sent_s, self._free_s) + self._costs.report_s
+        return self._free_s
+
+    def tokens(self, num: int) -> None:
+        """The report's tokens: each takes `token_s`, after the one before."""
+        self._free_s += num * self._costs.token_s
 
 
 class Replica:

@@ -101,15 +101,14 @@ def _once(scraper: Scraper, interval_s: float) -> int:
 
 
 def _once_view(url: str, history: History) -> View:
-    latest, recent = history.latest, history.last_interval()
-    assert latest is not None
-    return View(
-        url=url,
-        history=history,
-        recent=(f"last {recent.seconds:.1f} s", recent) if recent else None,
-        long=("since its start", Window(Scrape(0.0), latest)),
-        glyphs=_glyphs(),
-    )
+    assert history.latest is not None
+    long = ("since its start", Window(Scrape(0.0), history.latest))
+    return View(url=url, history=history, recent=_recent(history), long=long, glyphs=_glyphs())
+
+
+def _recent(history: History) -> tuple[str, Window] | None:
+    recent = history.last_interval()
+    return (f"last {recent.seconds:.1f} s", recent) if recent else None
 
 
 def _glyphs() -> view.Glyphs:
@@ -194,15 +193,11 @@ class _Display:
         return _HOME + drawn + ("\r\n" + _CLEAR_BELOW if len(lines) < height else "")
 
     def _view(self) -> View:
-        recent, whole, latest = (
-            self._history.last_interval(),
-            self._history.whole(),
-            self._history.latest,
-        )
+        whole, latest = self._history.whole(), self._history.latest
         return View(
             url=self._url,
             history=self._history,
-            recent=(f"last {recent.seconds:.1f} s", recent) if recent else None,
+            recent=_recent(self._history),
             long=(_name_of(whole.seconds), whole) if whole else None,
             glyphs=self._glyphs,
             error=self._error,

@@ -152,20 +152,24 @@ def read_mooncake(path: Path) -> Iterator[TraceRow]:
     for number, line in _json_lines(path):
         row = _decode(path, number, line, _MooncakeLine)
         if row.input_length > 0 and row.output_length > 0:
-            try:
-                yield _mooncake_row(row)
-            except ValueError as error:
-                raise BadDataset(f"{path}, line {number}: {error}") from error
+            yield _row_of_blocks(path, number, row, MOONCAKE_BLOCK_TOKENS)
 
 
-def _mooncake_row(line: _MooncakeLine) -> TraceRow:
-    num_blocks = -(-line.input_length // MOONCAKE_BLOCK_TOKENS)
-    return TraceRow(
-        at_s=line.timestamp / 1000,
-        num_prompt_tokens=line.input_length,
-        num_output_tokens=line.output_length,
-        hash_ids=tuple(line.hash_ids[:num_blocks]),
-    )
+def _row_of_blocks(
+    path: Path, number: int, line: _MooncakeLine, block_tokens: int, **more: Any
+) -> TraceRow:
+    num_blocks = -(-line.input_length // block_tokens)
+    try:
+        return TraceRow(
+            at_s=line.timestamp / 1000,
+            num_prompt_tokens=line.input_length,
+            num_output_tokens=line.output_length,
+            hash_ids=tuple(line.hash_ids[:num_blocks]),
+            block_tokens=block_tokens,
+            **more,
+        )
+    except ValueError as error:
+        raise BadDataset(f"{path}, line {number}: {error}") from error
 
 
 class _Recording(msgspec.Struct):
@@ -230,15 +234,8 @@ def _traffic_rows(path: Path) -> Iterator[TraceRow]:
         if number == lines[-1][0] and not line.endswith("\n"):
             return
         row = _decode(path, number, line, _TrafficLine)
-        yield TraceRow(
-            at_s=row.timestamp / 1000,
-            num_prompt_tokens=row.input_length,
-            num_output_tokens=row.output_length,
-            hash_ids=tuple(row.hash_ids),
-            block_tokens=header.block_tokens,
-            tenant=str(row.tenant),
-            priority=row.priority,
-        )
+        more = {"tenant": str(row.tenant), "priority": row.priority}
+        yield _row_of_blocks(path, number, row, header.block_tokens, **more)
 
 
 class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -307,16 +304,12 @@ def _line_of(data: bytes, error: str) -> str:
 
 def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
     with _open(path) as file:
-        for number, line in enumerate(_lines(path, file), start=1):
-            if line.strip():
-                yield number, line
-
-
-def _lines(path: Path, file: Any) -> Iterator[str]:
-    try:
-        yield from file
-    except UnicodeDecodeError as error:
-        raise BadDataset(f"{path} is not UTF-8: {error}") from error
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+        except UnicodeDecodeError as error:
+            raise BadDataset(f"{path} is not UTF-8: {error}") from error
 
 
 def _decode(path: Path, number: int, line: str, kind: type[Any]) -> Any:
