@@ -46,19 +46,21 @@ class BenchConfig:
 
 def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
-    config = measured_config(args)
+    workload, report = workload_config(args), report_config(args)
+    sweep = sweep_config(args, workload, report)
     base_url(args)
     return replace(
-        config,
+        measured_config(args, workload, report),
         headers=headers(args, api_key),
-        sweep=sweep_config(args, config.workload, config.report),
-        expected=_expectation(args, config.workload),
+        sweep=sweep,
+        expected=_expectation(args, workload),
     )
 
 
-def measured_config(args: argparse.Namespace) -> BenchConfig:
+def measured_config(
+    args: argparse.Namespace, workload: WorkloadConfig, report: ReportConfig
+) -> BenchConfig:
     """The settings of a load and its report, whatever it is sent to. Raises InvalidConfig."""
-    workload, report = workload_config(args), report_config(args)
     _check_result_flags(args)
     parse_pairs("--metadata", args.metadata)
     for flag, path in _output_paths(args).items():

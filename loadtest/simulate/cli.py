@@ -5,7 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.loadtest.bench.config import BenchConfig, measured_config
+from penstock.loadtest.bench.config import (
+    BenchConfig,
+    measured_config,
+    report_config,
+    workload_config,
+)
 from penstock.loadtest.bench.flags import add_dataset, add_load, add_result
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of, show, write
@@ -104,7 +109,7 @@ def _config(args: argparse.Namespace) -> BenchConfig:
     if args.prompt_format == PromptFormat.TEXT:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
     require(args.replicas >= 1, "--replicas", args.replicas, "at least 1")
-    return measured_config(args)
+    return measured_config(args, workload_config(args), report_config(args))
 
 
 def _simulate(config: BenchConfig, named: NamedServer) -> int:
