@@ -22,7 +22,7 @@ from penstock.engine.memory.tiers.offload import refuse_with_states
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
-from penstock.engine.models.formats.kept import Kept
+from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart
@@ -64,7 +64,9 @@ class Loading:
         self.block_size = config.block_size or block_size
         self.make_linear: MakeLinear = PlainLinear
 
-    def plan_weights(self, dtype: torch.dtype, kept: Kept, plan_kept: Kept | None = None) -> None:
+    def plan_weights(
+        self, dtype: torch.dtype, kept: CodePolicy, plan_kept: CodePolicy | None = None
+    ) -> None:
         """Before they are read, so that a model that does not fit is reported at once. kept: what
         stays codes. plan_kept: the same of tensors without data."""
         config, model = self.config, self.model
@@ -108,7 +110,7 @@ class Loading:
         num_blocks, *more, max_len = numbers
         return PoolSize(num_blocks, max_len, tuple(more))
 
-    def quantize(self, num_threads: int, kept: Kept | None = None) -> Quantized | None:
+    def quantize(self, num_threads: int, kept: CodePolicy | None = None) -> Quantized | None:
         """Rounds on the device. The codes wait in this machine's memory until they are loaded."""
         if self.plan is None:
             return None

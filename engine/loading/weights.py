@@ -16,7 +16,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats.kept import Kept
+from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.lora.projections import max_adapter_bytes
@@ -36,7 +36,7 @@ def weight_source(
     quantized: Quantized | None = None,
     *,
     make_linear: MakeLinear,
-    kept: Kept,
+    kept: CodePolicy,
     shard: Shard | None = None,
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
@@ -55,7 +55,7 @@ def weight_source(
     return Counted(Widened(source, empty, make_linear, kept), phases)
 
 
-def log_widening(model: ModelConfig, dtype: torch.dtype, kept: Kept) -> None:
+def log_widening(model: ModelConfig, dtype: torch.dtype, kept: CodePolicy) -> None:
     """Says what it costs that layers which are not kept are made plain."""
     if model.quantization is not None and model.has_widened(kept.num_bytes):
         stored = model.weight_bytes(dtype.itemsize)
@@ -76,7 +76,7 @@ def weight_bytes(
     model_dir: Path,
     dtype: torch.dtype,
     *,
-    kept: Kept,
+    kept: CodePolicy,
     stage: Stage,
     plan: Plan | None = None,
 ) -> int:
@@ -134,7 +134,7 @@ class Widened:
         source: Checkpoint | GgufWeights | RandomWeights,
         empty: Empty,
         make_linear: MakeLinear,
-        kept: Kept,
+        kept: CodePolicy,
     ) -> None:
         """make_linear: makes the layers that are not kept."""
         self._source = source

@@ -135,7 +135,7 @@ class ModelConfig:
                 yield from (axis for axis in (*rows, columns) if axis and axis.key)
 
     def divided(self, num_ranks: int) -> "ModelConfig":
-        """What each of so many ranks has. Its vocab_size is of all ranks the same, and all together
+        """Returns one rank's part of so many. Its vocab_size is the same on all, and all together
         may have a few ids more than there are."""
         own = {layer: layer.divided(num_ranks) for layer in set(self.layers)}
         return replace(
@@ -397,8 +397,8 @@ def _check_activation(fields: Fields, activation: str) -> None:
 
 
 def _has_tied_embeddings(outer: Fields, text: Fields, model_dir: Path) -> bool:
-    """Of a model of text and images, whose two parts of config.json often contradict each other:
-    the weights decide, where they are there."""
+    """Tells if embeddings are tied. For text and images, config.json's parts often disagree: the
+    weights decide, where they are there."""
     default = outer.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings"))
     names = tensor_names(model_dir)
     if names is None:

@@ -26,7 +26,7 @@ from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gpu_formats import kept_on_gpu
 from penstock.engine.models.division.shard import Shard
-from penstock.engine.models.formats.kept import Kept
+from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.scheduler.config import SchedulerConfig
 
@@ -120,7 +120,7 @@ class Sizing:
         return quantization_plan(self.quantization, self.model, self.dtype, self._kept)
 
     @property
-    def _kept(self) -> Kept:
+    def _kept(self) -> CodePolicy:
         return kept_on_gpu(self.model, _META)
 
     @property

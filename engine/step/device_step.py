@@ -59,8 +59,8 @@ class DeviceStep:
 
     Where a model's layers are in several groups, each with a pool of its own, kv_slots and
     block_tables are of the first; more_groups has those of the others. group: whose they are in one
-    of `of_groups`. adapters: the tokens that have a LoRA adapter; None where none may have one. Of
-    layers with a recurrence, the first entry of a slot's block table is its state; state_tiles: of
+    of `group_steps`. adapters: the tokens that have a LoRA adapter; None where none may. Of layers
+    with a recurrence, the first entry of a slot's block table is its state; state_tiles: of
     the rows after the decodes, None where there are none, or no such layers.
     """
 
@@ -79,7 +79,7 @@ class DeviceStep:
     state_tiles: StateTiles | None = None
 
     @property
-    def of_groups(self) -> "list[DeviceStep]":
+    def group_steps(self) -> "list[DeviceStep]":
         """As the layers of each group see it."""
         others = [
             replace(self, kv_slots=kv_slots, block_tables=tables, group=group)

@@ -32,7 +32,7 @@ class ModelInput:
     kv_slots: (T,) int64, where in the pool its key and value are written.
     block_tables: (B, max_blocks) int32, each sequence's blocks in logical order.
     Both are (G, ...) where the model's layers are in several groups, each with a pool of its own;
-    `of_groups` has those of one.
+    `group_steps` has those of one.
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
     included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
     the T tokens are sampled after. adapters: of the tokens that have one, in their order.
@@ -52,7 +52,7 @@ class ModelInput:
     snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
-    def of_groups(self) -> "list[ModelInput]":
+    def group_steps(self) -> "list[ModelInput]":
         """As the layers of each group see it."""
         if self.kv_slots.dim() == 1:
             return [self]

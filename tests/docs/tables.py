@@ -128,13 +128,13 @@ def quantized() -> str:
     """The quantized formats that the tests load, and as what each device holds them."""
     from torch import device
 
-    from penstock.engine.models.formats.kept import AsStored, Kept, OnGpu
+    from penstock.engine.models.formats.kept import AsStored, CodePolicy, OnGpu
     from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
     from tests.support.quantized_checkpoints import FORMATS, scheme_of
 
-    paths: list[Kept] = [AsStored(NATIVE_FORMATS), OnGpu(device("meta"))]
+    paths: list[CodePolicy] = [AsStored(NATIVE_FORMATS), OnGpu(device("meta"))]
 
-    def held(scheme: Scheme, kept: Kept) -> str:
+    def held(scheme: Scheme, kept: CodePolicy) -> str:
         in_codes = kept.num_bytes(scheme, 4096, 4096) is not None
         return "in codes" if in_codes else "plain, in `--dtype`"
 

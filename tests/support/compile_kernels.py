@@ -406,7 +406,7 @@ class MetaModel:
             if (states := self._pool.recurrent) is not None:
                 copy_blocks(_ints(1, 2), states.matrices)
                 copy_blocks(_ints(1, 2), states.inputs)
-                tables = step.of_groups[-1].block_tables
+                tables = step.group_steps[-1].block_tables
                 snapshot_states(_ints(1, 2), tables, states.matrices, states.inputs)
         return launches
 

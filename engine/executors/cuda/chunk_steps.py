@@ -162,7 +162,7 @@ class ChunkSteps:
         """Computes those of all tokens. starts, offsets: of each row, in its sequence and among the
         tokens. longest: tokens that a row may have."""
         tables = self._tables
-        for each in step.of_groups:
+        for each in step.group_steps:
             gather_chunks(
                 step.slots,
                 starts,

@@ -103,7 +103,7 @@ class DecodeSteps:
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
             adapters=self._tiles.read(size) if has_adapters else None,
         )
-        for each in step.of_groups:
+        for each in step.group_steps:
             gather_decodes(
                 slots,
                 tables.lengths,

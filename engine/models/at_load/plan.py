@@ -16,7 +16,7 @@ from penstock.engine.models.at_load.weights import Part, QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
-from penstock.engine.models.formats.kept import Kept
+from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import PlainLinear
 
 # Counts changes of the rounding, of the layers of 8 bits, and of the text: part of the cache's key.
@@ -87,7 +87,7 @@ class Plan:
         cls,
         scheme: Scheme,
         dtype: torch.dtype,
-        kept: Kept | None = None,
+        kept: CodePolicy | None = None,
         stage: Stage | None = None,
     ) -> "Plan":
         """dtype: of what stays unquantized: the embedding, norms and biases. kept: as in

@@ -29,7 +29,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats.kept import Kept
+from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION
 from penstock.engine.models.parts.reader import WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights
@@ -50,7 +50,7 @@ class Quantized:
     codes_of: CodesOf
     info: QuantizationInfo
 
-    def of(self, plain: WeightSource, kept: Kept) -> QuantizedWeights:
+    def of(self, plain: WeightSource, kept: CodePolicy) -> QuantizedWeights:
         """plain: gives what is not quantized, in the type in which it is served."""
         return QuantizedWeights(plain, self.plan.scheme.parts, self.codes_of, kept)
 
@@ -59,7 +59,7 @@ def quantization_plan(
     method: Quantization | None,
     model: ModelConfig,
     dtype: torch.dtype,
-    kept: Kept | None = None,
+    kept: CodePolicy | None = None,
     stage: Stage | None = None,
 ) -> Plan | None:
     """None without --quantization. model: of a rank or a stage, its own. dtype, kept, stage: see
@@ -87,7 +87,7 @@ def quantize(
     phases: Phases,
     num_threads: int,
     device: torch.device = _CPU,
-    kept: Kept | None = None,
+    kept: CodePolicy | None = None,
     shard: Shard | None = None,
     stage: Stage | None = None,
 ) -> Quantized:

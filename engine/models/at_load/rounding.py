@@ -17,7 +17,7 @@ from penstock.engine.config import Quantization
 from penstock.engine.models.layers.grouped import packed_nibbles
 
 GROUP_SIZE = 32
-# What codes of 4 bits stand for: dense near zero, where most weights of a group are. Evenly spaced
+# Codes of 4 bits stand for these: dense near zero, where most weights of a group are. Evenly spaced
 # ones have a fifth more KL divergence on the demo model.
 # Source: `kvalues_iq4nl` of llama.cpp, fitted to weights of Gaussian groups.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.config import Quantization
 from penstock.engine.models.at_load.rounding import GROUP_SIZE, LEVELS, Codes
-from penstock.engine.models.formats.kept import AsStored, Kept
+from penstock.engine.models.formats.kept import AsStored, CodePolicy
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, StackedLinear
@@ -77,7 +77,7 @@ class QuantizedWeights:
         plain: WeightSource,
         parts_of: Callable[[tuple[str, ...], int, int], Sequence[Part]],
         codes_of: CodesOf,
-        kept: Kept | None = None,
+        kept: CodePolicy | None = None,
     ) -> None:
         """parts_of: see `Scheme.parts`. codes_of: returns the codes of a part. kept: by default
         layers stay as they are made, on the codes' device."""

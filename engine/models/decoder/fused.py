@@ -55,7 +55,7 @@ from penstock.engine.step.device_step import AdapterTiles, DeviceStep
 
 
 class FusedMixer(Protocol):
-    """What mixes a layer's tokens. It waits for nothing."""
+    """Mixes a layer's tokens. It waits for nothing."""
 
     @property
     def projections(self) -> list[FusedLinear]:
@@ -209,7 +209,7 @@ class FusedModel:
         before have arrived, and are gone afterwards."""
         model, config = self._model, self._model.config
         num_tokens = len(step.token_ids)
-        steps = step.of_groups
+        steps = step.group_steps
         for each in steps[: self._num_attention_groups]:
             self._attention.plan(each)
         if (pipeline := self._pipeline) is None or pipeline.before is None:
@@ -229,7 +229,7 @@ class FusedModel:
         return residual
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of some rows of what a call returned: (S, vocab_size), float32 or the model's type.
+        """Computes logits of rows of a call's result: (S, vocab_size), float32 or the model's type.
 
         Valid until the next call. Of several ranks, the first has them; the others get their own
         columns, which are of no use.
@@ -247,7 +247,7 @@ class FusedModel:
         return out if parts is None else joined(parts, self._of_all[out.dtype][:num_rows])
 
     def logits_of_normed(self, states: Tensor) -> Tensor:
-        """Of states after the final norm: (S, vocab_size) float32; zeros but on the first rank."""
+        """Computes (S, vocab_size) float32 of states after the final norm; zeros but on rank 0."""
         out = self._scaled(self._lm_head.many(states).float())
         if (group := self._model.group) is None:
             return out
@@ -317,7 +317,7 @@ class FusedModel:
         """inputs: as `FusedPerLayerInputs` gives them."""
         layers, eps, tiles = self._layers, self._model.config.norm.eps, steps[0].adapters
         first = layers[0].norms.input_norm
-        # What the products read: without norms before them, the residual stream.
+        # The products read this: without norms before them, the residual stream.
         normed = residual if first is None else torch.empty_like(residual)
         if first is not None:
             rms_norm(residual, first, eps, normed)
@@ -354,7 +354,7 @@ class FusedModel:
         normed: Tensor,
         tiles: AdapterTiles | None,
     ) -> Tensor:
-        """What the MLP, the experts, or both make of a layer's states, on all ranks together.
+        """Applies the MLP, the experts, or both to a layer's states, on all ranks together.
         normed: after their norm."""
         mlp, beside, eps = layer.mlp, layer.experts, self._model.config.norm.eps
         if mlp is None:
@@ -382,7 +382,7 @@ class FusedModel:
     def _adapted(
         self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None
     ) -> Tensor:
-        """Of a linear layer, with what the adapters of the tokens add. index: of its layer."""
+        """Applies a linear layer and the adapters of the tokens. index: of its layer."""
         out = product(linear, x)
         if tiles is not None:
             assert self._adapters is not None
@@ -397,7 +397,7 @@ class FusedModel:
         steps: list[DeviceStep],
         mixed: dict[tuple[int, ...], Tensor],
     ) -> Tensor:
-        """What the output product reads, in a buffer of `mixed`. steps: the step, as each group of
-        layers sees it."""
+        """Returns the output product's input, in a buffer of `mixed`. steps: as groups of layers
+        see the step."""
         step, out = steps[self._pool.group_of(index)], mixed[mixer.out_shape]
         return mixer(projected, index, step, self._pool, self._attention, out)

@@ -46,7 +46,7 @@ def joined(parts: Tensor, logits: Tensor) -> Tensor:
 
 
 def least(group: Group, numbers: list[int]) -> list[int]:
-    """Of each number the least that any rank has; on all ranks the same."""
+    """Returns the least of each number that any rank has; the same on all ranks."""
     mine = torch.tensor(numbers)
     of_all = group.gather(mine)
     if of_all is not None:

@@ -4,11 +4,11 @@ import torch
 
 from penstock.engine.config import Quantization
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.formats.kept import AsStored, Kept, OnGpu
+from penstock.engine.models.formats.kept import AsStored, CodePolicy, OnGpu
 from penstock.scheduler.errors import InvalidConfig
 
 
-def kept_on_gpu(model: ModelConfig, device: torch.device) -> Kept:
+def kept_on_gpu(model: ModelConfig, device: torch.device) -> CodePolicy:
     """Keeps nothing of a mixture, because no kernel of experts reads codes."""
     return OnGpu(device) if model.experts is None else AsStored()
 

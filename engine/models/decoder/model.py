@@ -53,7 +53,7 @@ _MIXERS: dict[type[Part], Callable[[Any, PartReader], AttentionLayer | DeltaNetL
 
 
 class Model(Protocol):
-    """What an executor needs of a model. A step is run once, by one of the first two."""
+    """Serves an executor. A step is run once, by one of the first two methods."""
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """Logits of the rows that sample: (S, vocab_size) float32. Writes keys and values."""
@@ -94,18 +94,18 @@ class DecoderLayer:
 
     @property
     def attention(self) -> AttentionLayer:
-        """Of a layer that has attention."""
+        """Returns the mixer of a layer that has attention."""
         assert isinstance(self.mixer, AttentionLayer), self.config
         return self.mixer
 
     def normed(self, residual: Tensor) -> Tensor:
-        """What the mixer reads: (T, hidden_size)."""
+        """Returns the mixer's input: (T, hidden_size)."""
         return normed(residual, self.norms.input_norm, self.eps)
 
     def go_on(
         self, index: int, residual: Tensor, mixed: Tensor, step: ModelInput, inputs: Tensor | None
     ) -> Tensor:
-        """What the layer makes of the states before it, (T, hidden_size).
+        """Returns the states after the layer, (T, hidden_size).
 
         index: which layer of the model it is. mixed: what the mixer gives, on this rank. inputs:
         its own of each token, (T, size), where the model has any.
@@ -227,7 +227,7 @@ class LlamaModel:
         inputs: Sequence[Tensor | None] = [None] * len(self.layers)
         if self.per_layer_inputs is not None:
             inputs = self.per_layer_inputs(step.token_ids, embedded)
-        angles, steps = self.rotary.at(step.positions), step.of_groups
+        angles, steps = self.rotary.at(step.positions), step.group_steps
         segments: Segments = segments_of(steps[-1]) if any(self.config.recurrent) else ()
         for index, layer in enumerate(self.layers):
             if self.group:

@@ -1,1 +1,1 @@
-"""What ranks and stages have of a model."""
+"""Divides a model among ranks and stages."""

@@ -18,7 +18,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.cut import CannotCut, Cut
 from penstock.scheduler.errors import InvalidConfig
 
-# Of quantized weights, columns of a rank that share a scale: as many as words of 4 bits hold, and
+# A rank has so many columns of quantized weights that share a scale: a word of 4-bit codes, and
 # the fewest that a processor computes with their codes.
 _LEAST_COLUMNS = 8
 
@@ -57,7 +57,7 @@ class Shard:
 
     @cached_property
     def _counts(self) -> list[tuple[str, int]]:
-        """What config.json calls that which every rank must have as much of, and how many."""
+        """Lists the counts that ranks must divide evenly: config.json's key, and how many."""
         axes = (axis for axis in self.model.axes if not axis.is_shared and not axis.is_padded)
         return list(dict.fromkeys((axis.key or "", axis.count) for axis in axes))
 
@@ -116,7 +116,7 @@ class Shard:
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
 
-    def of_change(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    def slice_adapter(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the
         two, as they multiply it with what all have, or with what is summed after it."""
         cut = self.cut(name)

@@ -85,7 +85,7 @@ class Stage:
         return replace(of_model, group_of=group_of, state=state)
 
     def pools(self, of_model: KVLayout, block_size: int, itemsize: int) -> list[GroupPool]:
-        """What a block takes in the stage where it takes most: all have as many blocks."""
+        """Returns a block's size in the stage where it takes most: all have as many blocks."""
         stages = [replace(self, index=index) for index in range(self.num_stages)]
         of_stages = [
             stage.layout(of_model).pools(stage.config.kv_shape, block_size, itemsize)
@@ -97,7 +97,7 @@ class Stage:
         ]
 
     def absent_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-        """Of the weights that `config` counts, those that this stage does not have. dtype_bytes,
+        """Returns the bytes that `config` counts and this stage does not have. dtype_bytes,
         kept: as of `ModelConfig.weight_bytes`."""
         if self.num_stages == 1:
             return 0
@@ -129,7 +129,7 @@ def stage_starts(model: ModelConfig) -> list[int]:
 
 
 def layer_weights(model: ModelConfig) -> list[int]:
-    """What the time of a step is divided by: bytes of each layer's matrices as they are stored, or
+    """Returns the shares of a step's time: bytes of each layer's matrices as they are stored, or
     in 16 bits, and last those of the output layer."""
     of_layers = [model.matrix_weights(layer) * _PLAIN_BYTES for layer in range(model.num_layers)]
     for name, scheme, (rows, columns) in model.quantized_layers():
@@ -140,7 +140,7 @@ def layer_weights(model: ModelConfig) -> list[int]:
 
 
 def _output_bytes(model: ModelConfig, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
-    """Of the output layer."""
+    """Counts the output layer's bytes."""
     shape, scheme, held = (model.vocab_size, model.hidden_size), None, None
     if model.quantization is not None and not model.head.is_tied:
         scheme = model.quantization.scheme_of_part("lm_head", shape)
@@ -161,7 +161,7 @@ def divided(
 
     @cache
     def best(first: int, num_left: int) -> tuple[int, int, tuple[int, ...]]:
-        """Of the layers from `first` on in so many stages: the most weights of a stage, the sum of
+        """Divides the layers from `first` on into stages: the most weights of a stage, the sum of
         squares over the stages, and where each begins."""
         if num_left == 1:
             own = ends[-1] - ends[first] + output
@@ -191,15 +191,15 @@ class _Renumbered:
         if inputs is None or names != (f"{PROJECTION}.weight",):
             return self._source.read(shape, *map(self._name, names))
         whole = inputs.linears["projection"].shape
-        return self._source.read(whole, *names)[self._of_layers(inputs)].clone()
+        return self._source.read(whole, *names)[self._layer_columns(inputs)].clone()
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         inputs = self._model.per_layer_inputs
         assert inputs is not None and name == f"{TABLE}.weight", name
         whole = self._source.table(inputs.table_shape, name)
-        return whole[:, self._of_layers(inputs)]
+        return whole[:, self._layer_columns(inputs)]
 
-    def _of_layers(self, inputs: PerLayerInputs) -> slice:
+    def _layer_columns(self, inputs: PerLayerInputs) -> slice:
         return slice(self._layers.start * inputs.size, self._layers.stop * inputs.size)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:

@@ -1,4 +1,4 @@
-"""What a class of transformers calls as its attention: keys and values go to the paged pool, and
+"""Serves a transformers class as its attention: keys and values go to the paged pool, and
 each token attends to its own sequence there.
 
 A step's tokens are one row, whichever sequences they belong to. How the registry calls a function,
@@ -21,7 +21,7 @@ from penstock.engine.memory.pool.kv_codes import KVPages, gather, store
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.step.model_input import ModelInput
 
-# Of transformers' registries: for the second name masks are made, for the first there are none.
+# These are names in transformers' registries, which make masks for the second name only.
 PAGED = "penstock"
 TRACED = "penstock_traced"
 # At most so many scores at a time, in float32: 64 MiB.
@@ -29,7 +29,7 @@ _MAX_SCORES = 2**24
 
 
 class Attends(Protocol):
-    """What one pass through a class has for its attention."""
+    """Computes attention in one pass through a class."""
 
     def attend(
         self,
@@ -54,7 +54,7 @@ _ATTENDS: ContextVar[Attends] = ContextVar("attends")
 
 @contextmanager
 def attending(attends: Attends) -> Iterator[None]:
-    """What classes that are called inside have for their attention."""
+    """Sets the attention of classes that are called inside."""
     token = _ATTENDS.set(attends)
     try:
         yield
@@ -70,7 +70,7 @@ def attention_function(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Of the registry: query (1, num_heads, T, key_dim), key and value likewise; gives (1, T,
+    """The registry calls it: query (1, num_heads, T, key_dim), key and value likewise; gives (1, T,
     num_heads, value_dim), and no weights."""
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     mixed = _ATTENDS.get().attend(module, query, key, value, attention_mask, options)

@@ -20,10 +20,10 @@ from penstock.engine.models.fallback.errors import UnsupportedClass, calling
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.step.model_input import ModelInput
 
-# Of each step: how many tokens of the first sequence, and of the second.
+# Each step has so many tokens of the first sequence, and of the second.
 _STEPS = ((7, 0), (1, 9), (1, 1), (16, 1), (0, 6), (2, 1), (1, 1), (1, 3))
 _BLOCK_SIZE = 8
-# Of a token's logits, relative to how much they vary. Float32 gives some 1e-6.
+# Bounds the error of a token's logits, relative to how much they vary. Float32 gives some 1e-6.
 _TOLERANCE = 1e-3
 _HALVES = (torch.bfloat16, torch.float16)
 

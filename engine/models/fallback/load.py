@@ -30,7 +30,7 @@ _SHOWN_NAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig:
-    """What the rest of the program knows of a model that transformers computes. settings: the
+    """Describes a model that transformers computes to the rest of the program. settings: the
     class's own."""
 
     family: str

@@ -42,10 +42,10 @@ class TransformersModel:
         name = name if hasattr(network, name) else "model"
         self._base = getattr(network, name)
         self.layers, output_type = self._trace(max_model_len)
-        self._given = _Given(output_type)
+        self._stand_in = _StandIn(output_type)
         # Shares all with the network but the base model, so that it makes logits of given states.
         self._head = copy.copy(network)
-        self._head._modules = {**network._modules, name: self._given}
+        self._head._modules = {**network._modules, name: self._stand_in}
         network.set_attn_implementation(PAGED)
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
@@ -67,7 +67,7 @@ class TransformersModel:
 
     def logits(self, states: Tensor) -> Tensor:
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=self.network.device)
-        self._given.states = states.to(self.network.device)[None]
+        self._stand_in.states = states.to(self.network.device)[None]
         logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
         return logits.float().to(states.device)
 
@@ -103,8 +103,8 @@ class TransformersModel:
             )
 
 
-class _Given(nn.Module):
-    """In the place of a base model: the states that it is given."""
+class _StandIn(nn.Module):
+    """Takes the place of a base model and returns the states that were set."""
 
     def __init__(self, output_type: type[Any]) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class _Given(nn.Module):
         self.states: Tensor | None = None
 
     @property
-    def decoder(self) -> "_Given":
-        """What some classes call of their base model, such as OPT's."""
+    def decoder(self) -> "_StandIn":
+        """Returns the stand-in, since some classes, such as OPT's, call their base's decoder."""
         return self
 
     def forward(self, *args: object, **kwargs: object) -> Any:

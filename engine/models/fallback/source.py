@@ -19,9 +19,9 @@ from penstock.engine.models.formats.parse import quantization_name
 
 # How the classes of decoders end; those of text and images are other ones.
 _DECODER = r"\w*(?:ForCausalLM|LMHeadModel)"
-# What a file has whose classes call the registry of attention functions.
+# A file has this name if its classes call the registry of attention functions.
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-# Of layer_types: layers of attention to all keys, or by position. Others keep a state in place of
+# These layer_types attend to all keys, or by position. Others keep a state in place of
 # keys and values, or choose keys by their content, which no short prompt shows.
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _CHOOSES_KEYS = re.compile(r"Indexer\b|index_topk")
@@ -96,7 +96,7 @@ def _find(fields: Fields) -> tuple[TransformersClass, str] | None:
 
 
 def _sources(family: str, *, only_its_own: bool) -> Iterator[Path]:
-    """Of transformers' models, this family's first."""
+    """Yields files of transformers' models, this family's first."""
     spec = find_spec("transformers")
     assert spec and spec.origin, "transformers is not installed"
     folder = Path(spec.origin).parent / "models"

@@ -1,4 +1,4 @@
-"""What a class's layers ask of attention: found by one pass of a few tokens through it.
+"""Finds how a class's layers call attention, by one pass of a few tokens through it.
 
 The class says by its masks which positions a token attends to. What makes a mask is asked about
 positions that no short prompt has, up to the longest sequence.
@@ -22,7 +22,7 @@ from penstock.engine.models.fallback.attention import (
 )
 from penstock.engine.models.fallback.errors import UnsupportedClass
 
-# What a class may hand to attention that does not change what we compute: dropout, which is off;
+# A class may hand these to attention without a change of the result: dropout, which is off;
 # what its mask says too; what asks for other outputs.
 _WITHOUT_EFFECT = frozenset(
     {

@@ -1,4 +1,4 @@
-"""What a step must read and compute of a class's weights, by its modules."""
+"""Counts the weights of a class that a step must read and compute, by its modules."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.engine.step.model_info import RoutedExperts
 
-# Of transformers' settings: how many experts each token is routed to.
+# These settings of transformers say how many experts each token is routed to.
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
 

@@ -85,7 +85,7 @@ _QWEN3_5 = {
 # Weights of norms are stored less 1, and multiplied in float32.
 _OFFSET_NORM = NormKind(eps=0.0, is_wide=True, offset=1.0)
 _QWEN3_5_ROPE = frozenset({"partial_rotary_factor"})
-# Of the layer that drafts the token after the next.
+# These belong to the layer that drafts the token after the next.
 _QWEN3_5_UNUSED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 
 
@@ -120,7 +120,7 @@ def _qwen3_5_moe(fields: Fields) -> Design:
 
 
 def _qwen3_5_rope(fields: Fields, head: Head) -> Ropes:
-    """Of images and text, a position has three numbers, which take turns in the pairs of a head as
+    """Positions of images and text have three numbers, which take turns in the pairs of a head as
     mrope_section says; those of a text are equal, so that it rotates as any other."""
     return _partial_rope(fields, head, 0.25)
 

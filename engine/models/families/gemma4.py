@@ -1,4 +1,4 @@
-"""What config.json says of Gemma 4, as a `Design`. Imports no tensors.
+"""Reads Gemma 4's config.json as a `Design`. Imports no tensors.
 
 Source: transformers' Gemma4TextConfig, and Gemma4UnifiedTextConfig of the 12B. Newer versions of it
 write `per_layer_config` in place of the keys for layers of full attention.
@@ -114,7 +114,7 @@ def design(fields: Fields) -> Design:
 
 
 def windows(fields: Fields, num_layers: int) -> Windows:
-    """Of the last layer none, whatever layer_types has: as transformers."""
+    """Leaves the last layer without a window, whatever layer_types has: as transformers."""
     found = by_layer_types(fields, num_layers, every(num_layers, _PATTERN))
     return (*found[:-1], None)
 
@@ -150,7 +150,7 @@ def _check_sources(fields: Fields, num_layers: int, num_shared: int) -> None:
 
 
 def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
-    """Of the layers of full attention; None where they are as those of the others."""
+    """Reads the heads of full attention's layers; None where they are as those of the others."""
     default = KVHeads(
         fields.count("num_key_value_heads", most=_MAX_HEADS),
         fields.count("head_dim", most=_MAX_HEAD_DIM),

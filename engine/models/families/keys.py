@@ -47,7 +47,7 @@ _HARMLESS_PATTERNS = (
     *("*_pdrop", "initializer*", "output_*", "*_init_std", "*_loss_*coef", "unsloth_*"),
     *("training_*", "wandb*"),
 )
-# Of models of text and images: encoders, and what leads from these to the text model.
+# Models of text and images have encoders, and what leads from these to the text model.
 _OF_ENCODERS = (
     *("text_config", "vision_config", "audio_config", "image_*", "video_*", "vision_*", "audio_*"),
     *("boi_*", "eoi_*", "mm_*", "multimodal_*", "projector_*", "spatial_merge_size"),
@@ -122,7 +122,7 @@ def _check_neutral(
                 f"{' or '.join(map(json.dumps, (None, *allowed)))} is"
             )
     no_rope = None if "no_rope_layers" in understood else fields.get("no_rope_layers")
-    # Of each layer: 1 for rotary positions, 0 for none.
+    # Each layer has 1 for rotary positions, 0 for none.
     if no_rope is not None and not (isinstance(no_rope, list) and all(n == 1 for n in no_rope)):
         raise InvalidModel(
             f"{fields.path} has no_rope_layers: {shown_json(no_rope)}, and layers without rotary "

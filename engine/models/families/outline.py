@@ -60,7 +60,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What the rotation of a layer's heads depends on besides its settings."""
+    """The rotation of a layer's heads depends on this besides its settings."""
 
     dim: int
     windows: Windows
@@ -113,7 +113,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What config.json says of the layers of every family."""
+    """Holds the settings of config.json that layers of every family have."""
 
     fields: Fields
     hidden_size: int

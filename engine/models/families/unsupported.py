@@ -1,4 +1,4 @@
-"""What a model is that cannot be served: its format or family by name, and what is supported.
+"""Refuses a model that cannot be served: names its format or family, and those supported.
 
 It looks at the names of files and at config.json alone, so that a model on the hub is refused
 before its weights are downloaded.
@@ -63,7 +63,7 @@ _WITHOUT_WEIGHTS = (
 def unsupported_family(
     fields: Fields, architectures: list[str], model_type: str | None, supported: list[str]
 ) -> InvalidModel:
-    """Of a config.json whose architecture is none of `supported`."""
+    """Refuses a config.json whose architecture is none of `supported`."""
     can_be = f"supported are {', '.join(supported)}"
     if not architectures and model_type is None:
         return InvalidModel(
@@ -84,7 +84,7 @@ def unsupported_family(
 
 
 def without_config(model: str, names: Collection[str]) -> InvalidModel:
-    """Of a directory or repository that has no config.json at its top.
+    """Refuses a directory or repository that has no config.json at its top.
 
     model: its name for the message. names: paths of its files, relative to it.
     """
@@ -111,7 +111,7 @@ def without_config(model: str, names: Collection[str]) -> InvalidModel:
 
 
 def without_weights(model: str, names: Collection[str]) -> InvalidModel:
-    """Of one that has a config.json, but neither model.safetensors nor an index of shards."""
+    """Refuses one that has a config.json, but neither model.safetensors nor an index of shards."""
     if error := _recognized(model, names, _WITHOUT_WEIGHTS):
         return error
     if others := sorted(name for name in names if fnmatchcase(name, "*.safetensors")):
@@ -128,8 +128,7 @@ def without_weights(model: str, names: Collection[str]) -> InvalidModel:
 
 
 def not_a_model(path: str) -> InvalidModel:
-    """Of a path to something that is neither a directory nor a GGUF file. path: as the user named
-    it."""
+    """Refuses a path to what is neither a directory nor a GGUF file. path: as the user named it."""
     return InvalidModel(
         f"the model {path!r} is not a directory; name the directory that holds config.json and "
         "the safetensors, or a GGUF file",

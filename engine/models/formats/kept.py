@@ -1,4 +1,4 @@
-"""`Kept`: which layers stay codes on a path through a model, and what they take there."""
+"""`CodePolicy`: which layers stay codes on a path through a model, and what they take there."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -9,7 +9,7 @@ from penstock.engine.models.formats.scheme import Scheme
 from penstock.engine.models.layers.linear import Linear, StoredLinear
 
 
-class Kept(Protocol):
+class CodePolicy(Protocol):
     def layer(self, linear: StoredLinear) -> Linear | None:
         """Returns the layer as the path computes it; None where it is to be made plain."""
         ...
@@ -20,7 +20,7 @@ class Kept(Protocol):
 
 
 class AsStored:
-    """Keeps the layers of some formats as they are: see `Kept`."""
+    """Keeps the layers of some formats as they are: see `CodePolicy`."""
 
     def __init__(self, formats: Collection[str] = ()) -> None:
         """formats: the weight formats that the path computes."""
@@ -36,7 +36,7 @@ class AsStored:
 
 
 class OnGpu:
-    """Keeps all codes whose groups fit the kernels: see `Kept`."""
+    """Keeps all codes whose groups fit the kernels: see `CodePolicy`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

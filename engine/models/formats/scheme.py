@@ -38,7 +38,7 @@ class Scheme(ABC):
 
 
 # Returns the bytes, without its bias, that a layer of such a scheme, out_features and in_features
-# takes where it is computed; None where it becomes plain. See `Kept`.
+# takes where it is computed; None where it becomes plain. See `CodePolicy`.
 KeptBytes = Callable[[Scheme, int, int], int | None]
 
 

@@ -15,7 +15,7 @@ from penstock.engine.files.json_file import Fields
 
 CONFIG = ADAPTER_FILES[0]
 
-# What is not computed, and how an error calls it.
+# These are not computed; an error calls them so.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "lora_bias": "biases of LoRA layers",
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = (
 )
 # Initial values for which the base model's own weights were changed, too.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# What `target_modules` has for all linear layers but the output layer.
+# `target_modules` says so for all linear layers but the output layer.
 _ALL_LINEAR = "all-linear"
 
 
@@ -114,7 +114,7 @@ class PeftConfig:
 
     def rank(self, name: str) -> int:
         """Raises AdapterRefused where it is more than it may be."""
-        rank = self._of_pattern(self._ranks, name, self._rank)
+        rank = self._by_pattern(self._ranks, name, self._rank)
         if not isinstance(rank, int) or rank < 1:
             raise self._fields.wrong("rank_pattern", "positive integers by name", self._ranks)
         if rank > self._max_rank:
@@ -125,15 +125,15 @@ class PeftConfig:
         return rank
 
     def scale(self, name: str) -> float:
-        """What B(Ax) is multiplied by."""
-        alpha = self._of_pattern(self._alphas, name, self._alpha)
+        """Returns the factor of B(Ax)."""
+        alpha = self._by_pattern(self._alphas, name, self._alpha)
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise self._fields.wrong("alpha_pattern", "numbers by name", self._alphas)
         rank = self.rank(name)
         return alpha / math.sqrt(rank) if self._is_rslora else alpha / rank
 
     @staticmethod
-    def _of_pattern(by_pattern: dict[str, object], name: str, default: object) -> object:
+    def _by_pattern(by_pattern: dict[str, object], name: str, default: object) -> object:
         """Source: get_pattern_key of PEFT's utils."""
         for pattern, value in by_pattern.items():
             if re.match(rf"(.*\.)?({pattern})$", name):

@@ -119,7 +119,7 @@ class AdapterSlots:
 
 
 class _Stack:
-    """Of one linear layer. first_row: of the tables of all layers."""
+    """Serves one linear layer. first_row: its first in the tables of all layers."""
 
     def __init__(
         self,

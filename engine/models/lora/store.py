@@ -112,7 +112,7 @@ class Adapters:
         self._ids[assignment.slot] = assignment.adapter
 
     def runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
-        """Of the batch's tokens, with one adapter for as many sequences as follow each other.
+        """Groups the batch's tokens: sequences that follow each other share an adapter's run.
 
         query_starts: see `ModelInput`.
         """
@@ -132,7 +132,7 @@ class Adapters:
         return tuple(found)
 
     def num_bytes(self, batch: ScheduledBatch) -> int:
-        """Of the adapters of the batch's sequences, each once."""
+        """Counts the adapters of the batch's sequences, each once."""
         if not self._held:
             return 0
         ids = {self._ids[slot] for slot in batch.slots}

@@ -32,7 +32,7 @@ _TENSOR = re.compile(
 )
 _DIGEST_CHARS = 32
 
-# What tensors of parts that are not supported have in their names.
+# Tensors of parts that are not supported have these in their names.
 _UNSUPPORTED = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding": "changed token embeddings",
@@ -44,7 +44,7 @@ _UNSUPPORTED = {
 
 
 def adapter_digest(directory: Path) -> str:
-    """Of its files. Raises AdapterRefused where one of them is missing, InvalidModel for what is
+    """Hashes its files. Raises AdapterRefused where one is missing, InvalidModel for what is
     not a file."""
     digest = hashlib.sha256()
     for name in ADAPTER_FILES:
@@ -62,7 +62,7 @@ def adapter_digest(directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one of several ranks has of a model. whole: the model. shard: None where it has all of
+    """Describes one rank's part of a model. whole: the model. shard: None where it has all of
     each layer. first_layer: the number that its first one has in the model."""
 
     whole: ModelConfig
@@ -101,7 +101,7 @@ def read_adapter(
                     matrix = f"model.layers.{index}.{name}.weight"
                     down, up = (
                         each.clone(memory_format=torch.contiguous_format)
-                        for each in part.shard.of_change(matrix, down, up)
+                        for each in part.shard.slice_adapter(matrix, down, up)
                     )
                 changes[projection.stack].append(Change(own[name], down, up, scale))
         if is_own:
@@ -117,7 +117,7 @@ def read_adapter(
 
 
 class _Tensors:
-    """Of one file. prefix: of the names of layers in it."""
+    """Reads one file. prefix: begins the names of layers in it."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._path = path

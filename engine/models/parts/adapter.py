@@ -30,7 +30,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of one projection. down: A, (rank, in_features). up: B, (out_features, rank). scale: of
+    """Changes one projection. down: A, (rank, in_features). up: B, (out_features, rank). scale: of
     B A x, which is not in B, since B would be rounded once more."""
 
     projection: Projection
@@ -67,7 +67,7 @@ class Adapter:
 def adapted(
     linear: Linear, x: Tensor, runs: tuple[AdapterRun, ...], layer: int, stack: Stack
 ) -> Tensor:
-    """What the linear layer makes of x, (T, in_features), changed where a token has an adapter.
+    """Applies the linear layer to x, (T, in_features), changed where a token has an adapter.
 
     runs: their weights are an `Adapter`. layer: its index.
     """

@@ -35,7 +35,7 @@ class AttentionLayer(PartLayer[Attention]):
         values: KVPages,
         step: ModelInput,
     ) -> Tensor:
-        """What it makes of x, (T, hidden_size), on this rank.
+        """Returns its output for x, (T, hidden_size), on this rank.
 
         index: which layer it is. angles: of the step's positions. keys, values: the layer's own
         part of the pool; the step's are written to them, unless it reads another layer's.

@@ -10,7 +10,7 @@ from penstock.engine.files.json_file import Fields, is_number, shown, shown_json
 from penstock.engine.models.errors import InvalidModel
 
 _MAX_POSITIONS = 2**31 - 1
-# Of Llama; a family with another has it among its defaults.
+# This is Llama's; a family with another has it among its defaults.
 _THETA = 10_000.0
 # The kinds of layers that may each have settings of their own.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -22,7 +22,7 @@ _NEUTRAL: Mapping[str, float] = {
     "extrapolation_factor": 1,
     "attn_factor": 1,
 }
-# Of what transformers ignores in them, or repeats from elsewhere; and how the three numbers take
+# Transformers ignores these, or repeats them from elsewhere; one says how the three numbers take
 # turns that the position of an image's part has, which are equal in a text.
 _HARMLESS = frozenset(
     {
@@ -59,7 +59,7 @@ class RopeConfig:
 
 
 class RopeSettings:
-    """What config.json says of rotary positions: `rope_parameters` (transformers 5), or
+    """Holds config.json's settings of rotary positions: `rope_parameters` (transformers 5), or
     `rope_theta` and `rope_scaling` (before)."""
 
     def __init__(self, fields: Fields) -> None:
@@ -84,7 +84,7 @@ class RopeSettings:
         return self._read(self._section(self._content), self._theta, rotary_dim, kinds or {})
 
     def by_kind(self, kind: str, rotary_dim: int, local_theta: float) -> RopeConfig:
-        """Of a family whose sliding layers have a base of their own, and never a scaling.
+        """Reads a family whose sliding layers have a base of their own, and never a scaling.
 
         local_theta: that base, where rope_parameters have none.
         """
@@ -110,7 +110,7 @@ class RopeSettings:
         return self._read(self._section(content, kind), theta, rotary_dim, {})
 
     def share_of_head(self, default: float = 1.0) -> float:
-        """Of a head's dimensions, those that are rotated: the first."""
+        """Returns how many of a head's dimensions are rotated: the first."""
         scaling = self._section(self._content)
         return scaling.number(
             "partial_rotary_factor", self._fields.number("partial_rotary_factor", default)

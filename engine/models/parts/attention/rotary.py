@@ -14,7 +14,7 @@ from penstock.engine.models.parts.attention.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """What rotates the heads of one layer.
+    """Rotates the heads of one layer.
 
     cos, sin: (rows, head_dim / 2) float32. Of these the first rotary_dim / 2 are angles; the others
     are 0, for dimensions that are not rotated: see `rotate`. query_factors: what queries are
@@ -27,7 +27,7 @@ class Angles:
     rotary_dim: int
 
     def at(self, positions: Tensor) -> "Angles":
-        """Of a table with a row for each position: those at positions, (T,) int64."""
+        """Takes the rows at positions, (T,) int64, of a table with a row for each position."""
         factors = self.query_factors
         factors = None if factors is None else factors[positions]
         return Angles(self.cos[positions], self.sin[positions], factors, self.rotary_dim)

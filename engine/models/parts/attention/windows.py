@@ -3,7 +3,7 @@
 from penstock.engine.files.json_file import Fields
 from penstock.engine.models.errors import InvalidModel
 
-# Of each layer: how many positions a token attends to, its own included, or None for all.
+# A layer's number says how many positions a token attends to, its own included; None for all.
 Windows = tuple[int | None, ...]
 
 SLIDING, FULL = "sliding_attention", "full_attention"

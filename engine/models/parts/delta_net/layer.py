@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     target: int
 
 
-# Of each sequence of a step, its segments: each begins where the one before ended.
+# A step has segments of each sequence: each begins where the one before ended.
 Segments = Sequence[Sequence[Segment]]
 # (weights, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
 # output projection reads. projected: (T, channels + values) float32, the convolution's inputs and
@@ -116,7 +116,7 @@ def torch_recurrence(
 
 
 def _heads(config: DeltaNet, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each value head: two of (num_value_heads, key_dim), and (num_value_heads, value_dim)."""
+    """Splits by value head: two of (num_value_heads, key_dim), and (num_value_heads, value_dim)."""
     sizes = [config.num_keys, config.num_keys, config.num_values]
     query, key, value = torch.split(mixed, sizes)
     num_served = config.num_value_heads // config.num_key_heads
@@ -162,7 +162,7 @@ class DeltaNetLayer(PartLayer[DeltaNet]):
         inputs: Tensor,
         segments: Segments,
     ) -> Tensor:
-        """What it makes of x, (T, hidden_size), on this rank. The others are as of `Recurrence`."""
+        """Returns its output for x, (T, hidden_size), on this rank. The rest: see `Recurrence`."""
         projected, gates = self.qkv(x).float(), self.gates(x).float()
         given = recurrence(self.weights, projected, gates, matrices, inputs, segments)
         return self.output(given.to(x.dtype))

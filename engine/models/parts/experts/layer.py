@@ -46,7 +46,7 @@ class ExpertsLayer(PartLayer[Experts]):
             self.router_norm *= config.hidden_size**-0.5
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What they make of x, (T, hidden_size), on this rank."""
+        """Returns its output for x, (T, hidden_size), on this rank."""
         y = mixed(self.config, x, self.router(x), self.gate_up, self.down)
         if not self.config.shared_size:
             return y
@@ -54,7 +54,7 @@ class ExpertsLayer(PartLayer[Experts]):
         return y + torch.sigmoid(self.shared_gate(x)) * self.shared_down(active)
 
     def with_mlp(self, states: Tensor, given: Tensor) -> Tensor:
-        """What they and the MLP beside them give together, on all ranks. states: before the MLP and
+        """Adds up their output and the MLP's beside them, on all ranks. states: before the MLP and
         its norm, (T, hidden_size). given: by the MLP, on this rank."""
         assert self.config.is_beside_mlp, self.config
         logits = self.router(rms_norm(states, self.router_norm, self.eps))
@@ -88,7 +88,7 @@ def mixed(
     down: Linear,
     factors: Tensor | None = None,
 ) -> Tensor:
-    """What the experts of each token make of it, added up by weight: (T, hidden_size).
+    """Adds up the outputs of each token's experts by weight: (T, hidden_size).
 
     x: (T, hidden_size). logits: of the router, (T, num_experts). gate_up, down: of all experts, one
     after the other. factors: see `routes`.

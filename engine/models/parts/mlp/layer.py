@@ -19,14 +19,14 @@ class MLPLayer(PartLayer[MLP]):
     down: Linear
 
     def __call__(self, x: Tensor, index: int, step: ModelInput) -> Tensor:
-        """What it makes of x, (T, hidden_size), on this rank. index: which layer it is."""
+        """Returns its output for x, (T, hidden_size), on this rank. index: which layer it is."""
         gate_up = adapted(self.gate_up, x, step.adapters, index, Stack.GATE_UP)
         active = gated(self.config.activation, *gate_up.chunk(2, dim=-1))
         return adapted(self.down, active, step.adapters, index, Stack.DOWN)
 
 
 def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """What a gate makes of the product beside it."""
+    """Applies a gate to the product beside it."""
     if activation.clamp is not None:
         return clamped_swiglu(gate, up, *activation.clamp)
     if activation.is_gelu:

@@ -12,7 +12,7 @@ PROJECTION = "model.per_layer_model_projection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerLayerInputs(Part):
-    """Of each token, every layer has a vector of this size: the token's row of a table, and the
+    """Each token has a vector of this size in every layer: the token's row of a table, and the
     same of a projection of its embedding, added up.
 
     vocab_size: the table's rows. The table is no weight that a step reads, but for some rows. All

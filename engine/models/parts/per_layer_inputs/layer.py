@@ -22,7 +22,7 @@ class PerLayerInputLayer(PartLayer[PerLayerInput]):
     norm: Tensor
 
     def __call__(self, states: Tensor, inputs: Tensor) -> Tensor:
-        """What the layer adds to its states, (T, hidden_size). inputs: (T, size)."""
+        """Returns the layer's addition to its states, (T, hidden_size). inputs: (T, size)."""
         gates = functional.gelu(self.gate(states), approximate="tanh")
         return rms_norm(self.projection(gates * inputs), self.norm, self.eps)
 
@@ -55,5 +55,5 @@ class PerLayerInputsTable(PartLayer[PerLayerInputs]):
         return inputs.unbind(1)
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """What the table adds to the inputs of all layers: (T, num_layers * size) float32."""
+        """Returns the table's addition to all layers' inputs: (T, num_layers * size) float32."""
         return functional.embedding(token_ids, self.table).float() * math.sqrt(self.shape[1])
