@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.config import Dtype
 from penstock.engine.executors.cpu import CpuExecutor
-from penstock.engine.models.layers.linear import PackedLinear
+from penstock.engine.models.layers.linear import cpu_linear
 from penstock.scheduler.types import SamplingParams, ScheduledBatch, SlotAssignment
 from tests.bench.engine.cpu_decode import SHAPE_135M, random_executor
 
@@ -73,8 +73,9 @@ class _Products:
         def random(*size: int) -> Tensor:
             return torch.randn(*size).to(dtype)
 
+        make = cpu_linear(dtype, has_experts=False)
         self._pairs = [
-            (PackedLinear(random(rows, columns), None), random(num_rows, columns))
+            (make(random(rows, columns), None), random(num_rows, columns))
             for rows, columns in matrices
         ]
 
