@@ -56,10 +56,10 @@ def test_the_batching_table_shows_medians_and_ranges() -> None:
 
 
 @pytest.mark.slow
-def test_a_prefill_step_is_compared_with_products_of_onednn(
+def test_a_prefill_step_is_compared_with_products_of_torch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cpu_prefill(Dtype.BFLOAT16, num_threads=1, num_rows=16, rounds=1)
     summary = last_json(capsys)
     assert summary["gflops"] > 0
-    assert summary["ratio"] == pytest.approx(summary["gflops"] / summary["onednn_gflops"], abs=0.01)
+    assert summary["ratio"] == pytest.approx(summary["gflops"] / summary["torch_gflops"], rel=0.05)

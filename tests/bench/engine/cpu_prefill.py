@@ -1,4 +1,4 @@
-"""How near a prefill step on the CPU comes to oneDNN's products of the same matrices.
+"""How near a prefill step on the CPU comes to torch's products of the same matrices.
 
 Both with the same threads, in turns, because a shared machine changes from one second to the next.
 A step does more than products: attention, norms and the output layer of one row are in its time,
@@ -30,7 +30,7 @@ def cpu_prefill(dtype: Dtype, num_threads: int, num_rows: int, rounds: int) -> N
         ours.append(flops / _prefill(executor, num_rows) / 1e9)
         theirs.append(flops / products.run() / 1e9)
         print(
-            f"round {turn + 1} of {rounds}: a step {ours[-1]:.0f} GFLOP/s, oneDNN's products "
+            f"round {turn + 1} of {rounds}: a step {ours[-1]:.0f} GFLOP/s, torch's products "
             f"{theirs[-1]:.0f} GFLOP/s"
         )
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -45,7 +45,7 @@ def cpu_prefill(dtype: Dtype, num_threads: int, num_rows: int, rounds: int) -> N
         "num_rows": num_rows,
         "num_threads": num_threads,
         "gflops": round(statistics.median(ours), 1),
-        "onednn_gflops": round(statistics.median(theirs), 1),
+        "torch_gflops": round(statistics.median(theirs), 1),
         "ratio": round(statistics.median(ratios), 3),
         "ratio_min": round(min(ratios), 3),
         "ratio_max": round(max(ratios), 3),
@@ -67,7 +67,7 @@ def _matrices() -> list[tuple[int, int]]:
 
 
 class _Products:
-    """oneDNN's, of matrices in its own layout."""
+    """torch's fastest for this processor, as oneDNN's of matrices in its own layout."""
 
     def __init__(self, matrices: list[tuple[int, int]], dtype: torch.dtype, num_rows: int) -> None:
         def random(*size: int) -> Tensor:
