@@ -18,7 +18,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.cut import CannotCut, Cut
 from penstock.scheduler.errors import InvalidConfig
 
-# A rank has so many columns of quantized weights that share a scale: a word of 4-bit codes, and
+# A rank has at least so many columns of quantized weights per scale: as a word of 4 bits holds, and
 # the fewest that a processor computes with their codes.
 _LEAST_COLUMNS = 8
 

@@ -20,7 +20,7 @@ def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
 
 
 def max_adapter_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
-    """Counts an adapter of this rank that changes all layers; on a GPU, one slot."""
+    """Counts bytes of an adapter of this rank that changes all layers; on a GPU, of one slot."""
     per_rank = sum(
         each.out_features + each.in_features
         for layer in range(model.num_layers)

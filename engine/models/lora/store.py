@@ -132,7 +132,7 @@ class Adapters:
         return tuple(found)
 
     def num_bytes(self, batch: ScheduledBatch) -> int:
-        """Counts the adapters of the batch's sequences, each once."""
+        """Counts the bytes of adapters of the batch's sequences, each once."""
         if not self._held:
             return 0
         ids = {self._ids[slot] for slot in batch.slots}

@@ -110,7 +110,7 @@ class RopeSettings:
         return self._read(self._section(content, kind), theta, rotary_dim, {})
 
     def share_of_head(self, default: float = 1.0) -> float:
-        """Returns how many of a head's dimensions are rotated: the first."""
+        """Returns which share of a head's dimensions is rotated: the first."""
         scaling = self._section(self._content)
         return scaling.number(
             "partial_rotary_factor", self._fields.number("partial_rotary_factor", default)

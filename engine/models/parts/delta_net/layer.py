@@ -116,7 +116,7 @@ def torch_recurrence(
 
 
 def _heads(config: DeltaNet, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits by value head: two of (num_value_heads, key_dim), and (num_value_heads, value_dim)."""
+    """Returns, by value head, two (num_value_heads, key_dim) and (num_value_heads, value_dim)."""
     sizes = [config.num_keys, config.num_keys, config.num_values]
     query, key, value = torch.split(mixed, sizes)
     num_served = config.num_value_heads // config.num_key_heads
