@@ -64,7 +64,9 @@ export function drawRoof(svg, points, { bandwidthPeak, flopsPeak }) {
   const ridge = flopsPeak ? flopsPeak / bandwidthPeak : 100;
   const highest = flopsPeak ?? bandwidthPeak * ridge;
   const lowX = Math.floor(Math.log10(Math.min(1, ...points.map((each) => each.intensity))));
-  const highX = Math.ceil(Math.log10(Math.max(flopsPeak ? ridge * 5 : ridge, ...points.map((each) => each.intensity))));
+  // A decade at least, where all intensities are 1 and the ridge is no further.
+  const intensities = [flopsPeak ? ridge * 5 : ridge, ...points.map((each) => each.intensity)];
+  const highX = Math.max(lowX + 1, Math.ceil(Math.log10(Math.max(...intensities))));
   const highY = Math.log10(highest);
   const lows = [Math.log10(bandwidthPeak) + lowX, highY - LEAST_DECADES, ...points.map((each) => Math.log10(each.rate) - 0.3)];
   const lowY = Math.min(...lows);
