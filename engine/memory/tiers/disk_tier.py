@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -164,11 +165,15 @@ class DiskTier:
         return self._counts._replace(num_blocks=len(self._known), num_bytes=self._total_bytes)
 
     def work(self, most: int | None = None) -> None:
-        """Does what the threads would have done by now, where there are none: all, or so many tasks
-        of each kind."""
+        """Does what the threads would have done by now, or have not begun: all, or so many tasks of
+        each kind."""
         for queue in (self._reads, self._writes):
-            for _ in range(queue.qsize() if most is None else min(most, queue.qsize())):
-                queue.get()()
+            for _ in count() if most is None else range(most):
+                try:
+                    task = queue.get_nowait()
+                except Empty:
+                    break
+                task()
 
     def flush(self) -> None:
         is_done = threading.Event()
