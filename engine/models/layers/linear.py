@@ -132,7 +132,7 @@ class WidenedLinear(PlainLinear):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # So few rows take torch's loop less time than the copy: measured, 3,072 x 1,024, on AVX2.
+        # So few rows take torch's loop less time than the copy, on AVX2: see loadtest/LOG.md.
         self._most_plain_rows = 1 if self.weight.dtype is torch.float16 else 24
 
     def __call__(self, x: Tensor) -> Tensor:
