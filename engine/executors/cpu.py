@@ -41,14 +41,14 @@ class CpuExecutor:
         self._is_follower = self._everyone.rank > 0
         self._steps_in_flight = loaded.steps_in_flight
         self._launched: deque[_LaunchedStep] = deque()
-        self._model, self._native, self._pool = loaded.model, loaded.native, loaded.pool
-        self.journals = self._pool.journals
+        self._model, self._native, self.pool = loaded.model, loaded.native, loaded.pool
+        self.journals = self.pool.journals
         self._build_input, self._grammars = loaded.build_input, loaded.grammars
-        max_blocks = -(-info.max_model_len // self._pool.block_size)
+        max_blocks = -(-info.max_model_len // self.pool.block_size)
         self._token_table = torch.zeros(max_num_seqs, info.max_model_len + 1, dtype=torch.int64)
         # The same memory: a number takes numpy a tenth of torch's time.
         self._tokens = self._token_table.numpy()
-        num_groups = len(self._pool.all_groups)
+        num_groups = len(self.pool.all_groups)
         tables = torch.zeros(num_groups, max_num_seqs, max_blocks, dtype=torch.int32)
         self._group_tables = tables.unbind()
         self._block_tables = tables if num_groups > 1 else tables[0]
@@ -115,7 +115,7 @@ class CpuExecutor:
             slot, token_ids, num_prompt_tokens, _, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
             for group, block_ids in enumerate(assignment.tables):
-                self._pool.all_groups[group].reach(block_ids)
+                self.pool.all_groups[group].reach(block_ids)
                 self._group_tables[group][slot, : len(block_ids)] = self._tensor(block_ids)
             self._prompt_lengths[slot] = num_prompt_tokens
             if self._has_output_layer:
@@ -125,7 +125,7 @@ class CpuExecutor:
                 continue
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
-        for group, pool in enumerate(self._pool.all_groups):
+        for group, pool in enumerate(self.pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:
                 pool.reach(update.block_id for update in updates)
@@ -179,7 +179,7 @@ class CpuExecutor:
         if parts := self._prompts.parts(batch, step.query_starts):
             logits, prompts = self._compute_and_read(step, parts)
             return step, logits, slots, prompts
-        return step, self._model(step, self._pool), slots, ()
+        return step, self._model(step, self.pool), slots, ()
 
     def _compute_and_read(
         self, step: ModelInput, parts: list[PromptPart]
@@ -188,7 +188,7 @@ class CpuExecutor:
         num_sampling = len(step.sample_rows)
         prompt_rows = self._tensor([row for part in parts for row in part.rows])
         rows = torch.cat((step.sample_rows, prompt_rows))
-        states = self._model.states(step, self._pool, rows)
+        states = self._model.states(step, self.pool, rows)
         prompts = self._prompts.read(parts, states[num_sampling:], self._token_table)
         return self._model.logits(states[:num_sampling]), prompts
 

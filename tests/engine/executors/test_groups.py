@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from penstock.engine.config import AttentionBackend
+from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
+from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory import huge_pages
 from penstock.engine.memory.pool.kv_memory import make_descriptor
@@ -41,9 +43,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def pools_of(executor: Executor) -> KVPools:
-    pools = executor._pool  # type: ignore[attr-defined]
-    assert isinstance(pools, KVPools)
-    return pools
+    assert isinstance(executor, CpuExecutor | CudaExecutor)
+    return executor.pool
 
 
 class Run:
