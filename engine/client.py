@@ -54,7 +54,6 @@ from penstock.engine.ipc.supervisor import (
     EndCause,  # what ended an engine process
     EngineState,  # starting, ready, restarting or dead
 )
-from penstock.engine.loop.messages import StepReport  # what one step computed, for metrics
 from penstock.engine.process.log_writer import flush_all as flush_logs  # before os._exit
 from penstock.engine.process.logs import (
     CLEAR_LINE,  # begins a line that is drawn again
@@ -68,6 +67,7 @@ from penstock.engine.process.logs import (
 from penstock.engine.process.logs import fields as log_fields  # what a line has beside its message
 from penstock.engine.process.phases import LoadProgress  # the phase of the start, and how far it is
 from penstock.engine.process.request_ids import new_request_id  # from the HTTP request's id
+from penstock.engine.step.messages import StepReport  # what one step computed, for metrics
 from penstock.engine.step.model_info import (
     LoadedAdapter,  # a LoRA adapter that requests may name
     ModelInfo,  # the loaded model: sizes, limits, device, peaks

@@ -13,7 +13,7 @@ from itertools import count
 
 from penstock.engine.config import AdapterSource, LoraConfig
 from penstock.engine.errors import AdapterRefused, EngineFailed
-from penstock.engine.loop.messages import AdapterLoaded, LoadAdapter, OnWire, UnloadAdapter
+from penstock.engine.step.messages import AdapterLoaded, LoadAdapter, OnWire, UnloadAdapter
 from penstock.engine.step.model_info import LoadedAdapter
 
 

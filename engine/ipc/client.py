@@ -17,7 +17,9 @@ from penstock.engine.ipc.recovery import Recovery, RestartBudget
 from penstock.engine.ipc.stall import Silence, stall_limit_s
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.loop.messages import (
+from penstock.engine.memory.pool.kv_memory import make_descriptor
+from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.messages import (
     Abort,
     Accepted,
     AdapterLoaded,
@@ -26,8 +28,6 @@ from penstock.engine.loop.messages import (
     Refused,
     StepReport,
 )
-from penstock.engine.memory.pool.kv_memory import make_descriptor
-from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import TargetOutOfReach

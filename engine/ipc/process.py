@@ -22,14 +22,14 @@ import zmq
 from penstock.engine.config import EngineConfig
 from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.loading.executor import build_executor
-from penstock.engine.loop.adapter_commands import load_first
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
 from penstock.engine.process import logs
 from penstock.engine.process.log_writer import flush_all
 from penstock.engine.process.parent_process import die_with_parent
 from penstock.engine.process.phases import Phases
+from penstock.engine.step.adapter_commands import load_first
 from penstock.engine.step.executor import Executor
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import first_step_model
 from penstock.scheduler.cache.kv_events import KVEvents
@@ -73,7 +73,7 @@ class Pipe:
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.loop.Inbox`."""
+        """See `penstock.engine.step.loop.Inbox`."""
         if timeout_s != 0:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             if not self._poller.poll(timeout_ms):

@@ -19,9 +19,9 @@ from dataclasses import replace
 from penstock.engine.errors import RequestEndedEngine
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End
-from penstock.engine.loop.messages import OnWire, Submit
 from penstock.engine.process import logs
 from penstock.engine.process.request_ids import caller_of
+from penstock.engine.step.messages import OnWire, Submit
 from penstock.scheduler.types import FinishReason, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Self
 
 from penstock.engine.errors import QueueFull, RequestRefused
-from penstock.engine.loop.messages import Abort, OnWire, Submit, SubmitAlike
+from penstock.engine.step.messages import Abort, OnWire, Submit, SubmitAlike
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request, RequestId, RequestOutput, ResumedAnswer, Started
 

@@ -24,8 +24,8 @@ import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
-from penstock.engine.loop.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""The input and the result of a step, and how executors take it."""
+"""A step: its loop and messages, its input and result, and how executors take it."""

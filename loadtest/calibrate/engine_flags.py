@@ -17,7 +17,7 @@ from penstock.engine.config import (
 from penstock.loadtest.parser import add_flags
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 
-DEMO_MODEL = Path(str(files("penstock.engine") / "demo_model"))
+DEMO_MODEL = Path(str(files("penstock.engine.hub") / "demo_model"))
 
 
 _SCHEDULER = {

@@ -7,9 +7,9 @@ from random import Random
 
 import msgspec
 
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.executor import Executor
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import class_of

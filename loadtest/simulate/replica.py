@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
 from penstock.scheduler.config import SchedulerConfig

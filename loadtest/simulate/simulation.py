@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from penstock.engine.loop.messages import Refused
+from penstock.engine.step.messages import Refused
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.workload.config import WorkloadConfig

@@ -32,7 +32,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
         EngineConfig,
         FLAGS,
         options,
-        model=model or str(files("penstock.engine") / "demo_model"),
+        model=model or str(files("penstock.engine.hub") / "demo_model"),
         lora=_lora(options),
         scheduler=config_of(SchedulerConfig, FLAGS, options),
     )

@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from tests.support.serving import free_port, running_server
 from tests.support.stub_server import Exchange, stub
 
-MODEL = str(ROOT / "engine" / "demo_model")
+MODEL = str(ROOT / "engine" / "hub" / "demo_model")
 # `transformers serve`; the package is a dependency of ours anyway.
 _SERVE = "from transformers.cli.transformers import main; main()"
 _START_TIMEOUT_S = 120.0

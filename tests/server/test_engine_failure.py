@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.scheduling import make_request
 from tests.support.serving import MODEL
 
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 CONFIG = EngineConfig(model=str(DEMO), scripted=True, max_engine_restarts=0)
 
 

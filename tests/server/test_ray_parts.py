@@ -26,7 +26,7 @@ class Context:
 
 @pytest.fixture(scope="module")
 def encoder() -> PromptEncoder:
-    return PromptEncoder.load(Path(str(files("penstock.engine") / "demo_model")), None)
+    return PromptEncoder.load(Path(str(files("penstock.engine.hub") / "demo_model")), None)
 
 
 def test_as_many_replicas_as_hold_the_load_at_three_quarters() -> None:

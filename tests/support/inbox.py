@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from penstock.engine.loop.messages import ToEngine
+from penstock.engine.step.messages import ToEngine
 
 
 class ListInbox:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.step.executor import Executor
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
@@ -166,7 +166,7 @@ class Run:
         return seconds
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.loop.Inbox`."""
+        """See `penstock.engine.step.loop.Inbox`."""
         while self._commands:
             yield self._commands.popleft()
 

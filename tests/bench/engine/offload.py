@@ -15,9 +15,9 @@ import torch
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.pool_mover import PoolMover, words_of
 from penstock.engine.kernels.blocks import add_checksums, gather_blocks, scatter_blocks
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.engine.memory.tiers.host_tier import HostTier, Move
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import FromLoop, StepReport, Submit, ToEngine
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
@@ -252,7 +252,7 @@ class Engine:
         return Answer(output.token_ids[0], output.num_cached_tokens, at_s - started_s)
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.loop.Inbox`."""
+        """See `penstock.engine.step.loop.Inbox`."""
         _work(self._tier)
         # As where commands come from another process: not at once, if there are none.
         if timeout_s and not self._commands:

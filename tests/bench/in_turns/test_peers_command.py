@@ -162,7 +162,7 @@ def test_a_small_script_is_compared_and_its_tokens_are_counted() -> None:
             "--extra-body",
             f'{name}={{"stream_options":null}}',
         ]
-    process = start(*flags, "--tokenizer", str(ROOT / "engine" / "demo_model"))
+    process = start(*flags, "--tokenizer", str(ROOT / "engine" / "hub" / "demo_model"))
     text, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     first, second = json.loads(text)["measurements"]

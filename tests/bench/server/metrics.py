@@ -15,7 +15,7 @@ from importlib.resources import files
 import msgspec
 from tokenizers import Tokenizer
 
-from penstock.engine.loop.messages import StepReport
+from penstock.engine.step.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, Started
@@ -115,7 +115,7 @@ def _choice(metrics: Metrics) -> Choice:
 
 @cache
 def _vocabulary() -> Vocabulary:
-    path = files("penstock.engine") / "demo_model" / "tokenizer.json"
+    path = files("penstock.engine.hub") / "demo_model" / "tokenizer.json"
     return Vocabulary(Tokenizer.from_file(str(path)))
 
 

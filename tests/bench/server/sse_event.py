@@ -32,7 +32,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
-from penstock.engine.loop.messages import FromEngine, OnWire, StepReport, Submit
+from penstock.engine.step.messages import FromEngine, OnWire, StepReport, Submit
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
 
 async def measure(num_streams: int, num_steps: int, num_rounds: int) -> dict[str, float]:
     """The parts of an event's cost, in microseconds of CPU."""
-    directory = str(files("penstock.engine") / "demo_model")
+    directory = str(files("penstock.engine.hub") / "demo_model")
     config = ServeConfig(
         server=ServerConfig(served_model_names=(_MODEL,)), engine=EngineConfig(model=directory)
     )

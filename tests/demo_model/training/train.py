@@ -2,7 +2,7 @@
 
 Trains the tokenizer and the network on the text of `corpus.py`, on one CPU thread, and writes the
 folder that `penstock serve` loads. The seed fixes the text, the tokenizer and the initial weights;
-engine/demo_model/README.md lists the runs that made the shipped files.
+engine/hub/demo_model/README.md lists the runs that made the shipped files.
 """
 
 import argparse

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import FromEngine, StepReport, Submit
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import FromEngine, StepReport, Submit
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from tests.support.inbox import ListInbox

@@ -14,7 +14,7 @@ from penstock.engine.errors import EngineFailed, RequestEndedEngine
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.recovery import RestartBudget
 from penstock.engine.ipc.supervisor import EndCause, EngineState
-from penstock.engine.loop.messages import StepReport
+from penstock.engine.step.messages import StepReport
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestOutput
 from tests.support.paths import DEMO_MODEL, ROOT

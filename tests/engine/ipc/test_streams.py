@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.errors import EngineFailed, QueueFull, RequestRefused
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
-from penstock.engine.loop.messages import Abort, OnWire, Submit, SubmitAlike
+from penstock.engine.step.messages import Abort, OnWire, Submit, SubmitAlike
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import (
     Finish,

@@ -14,8 +14,8 @@ import zmq.asyncio
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.supervisor import End, EndCause, EngineProcess, EngineState
-from penstock.engine.loop.messages import FromLoop, Refused, StepReport, Submit
 from penstock.engine.process.phases import LoadProgress
+from penstock.engine.step.messages import FromLoop, Refused, StepReport, Submit
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import make_request
 

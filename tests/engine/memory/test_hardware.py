@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.loop.messages import StepReport
 from penstock.engine.memory.hardware import (
     copy_bandwidth,
     gpu_matmul_flops,
@@ -16,6 +15,7 @@ from penstock.engine.memory.hardware import (
     peak_bandwidth,
     peak_flops,
 )
+from penstock.engine.step.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.server.observability.metrics import Metrics

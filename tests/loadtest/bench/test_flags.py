@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.sharegpt import ANSWER, QUESTION, sharegpt
 from tests.support.stub_server import Exchange, answer_five, stub, token
 
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 FEW = ["--num-prompts", "4", "--random-input-len", "4", "--random-output-len", "5"]
 
 

@@ -27,7 +27,7 @@ from tests.support.stub_server import (
     usage,
 )
 
-TOKENIZER = ROOT / "engine" / "demo_model"
+TOKENIZER = ROOT / "engine" / "hub" / "demo_model"
 DONE = b"data: [DONE]\n\n"
 END = sse(token("", "length"))
 USAGE_IN_A_CHOICE = token("", "length") | {

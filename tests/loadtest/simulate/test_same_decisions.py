@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.engine.executors import predicted
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import FromEngine, StepReport, Submit, ToEngine
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.loadtest.calibrate.front_end import FrontEnd
 from penstock.loadtest.simulate import replica

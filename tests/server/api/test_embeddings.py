@@ -22,7 +22,7 @@ from transformers import AutoModel
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
-FOLDER = ROOT / "engine" / "demo_model"
+FOLDER = ROOT / "engine" / "hub" / "demo_model"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 PATH = "/v1/embeddings"
 TEXTS = ["Once upon a time", "The cat sat on the moon", "def main():"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server
 
-TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"))
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 

@@ -11,7 +11,7 @@ from penstock.server.output.detokenizer import Vocabulary
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server
 
-DEMO_TOKENIZER = ROOT / "engine" / "demo_model" / "tokenizer.json"
+DEMO_TOKENIZER = ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 
 

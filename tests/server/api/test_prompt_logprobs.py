@@ -18,7 +18,7 @@ from penstock.server.output.logprobs import EchoedTokens
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer
 
-FOLDER = ROOT / "engine" / "demo_model"
+FOLDER = ROOT / "engine" / "hub" / "demo_model"
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 TEXT = "Once upon a time there was a little cat"
 IDS = TOKENIZER.encode(TEXT).ids

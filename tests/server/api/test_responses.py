@@ -22,7 +22,7 @@ from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 PATH = "/v1/responses"
-DEMO_TOKENIZER = ROOT / "engine" / "demo_model" / "tokenizer.json"
+DEMO_TOKENIZER = ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")

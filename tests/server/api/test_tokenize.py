@@ -11,7 +11,7 @@ from penstock.server.prompt.tokenizer import PromptEncoder
 from tests.support.paths import ROOT
 from tests.support.serving import ALIAS, MODEL, RunningServer
 
-TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"))
 USER = {"role": "user", "content": "Who are you?"}
 TEXT = "Once upon a time, caf\u00e9 \U0001f431"
 

@@ -16,7 +16,7 @@ from penstock.server.service import Service, State
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL
 
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 
 
 @pytest.fixture

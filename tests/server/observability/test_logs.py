@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.loop.messages import StepReport
 from penstock.engine.process.logs import JsonFormatter, TextFormatter, fields
+from penstock.engine.step.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput

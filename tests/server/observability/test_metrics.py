@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.executor import PendingTokens
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import AttentionGroup
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.outputs import StepOutputs
@@ -72,7 +72,7 @@ class Load:
         self._scheduler = scheduler
 
     def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """See `penstock.engine.loop.loop.Inbox`."""
+        """See `penstock.engine.step.loop.Inbox`."""
         commands, self._commands = self._commands, []
         return commands
 

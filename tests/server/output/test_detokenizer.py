@@ -13,7 +13,7 @@ from penstock.server.output.detokenizer import StopScanner, StopStrings, TextDec
 from tests.support.paths import ROOT
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K" / "tokenizer.json"
-DEMO = ROOT / "engine" / "demo_model" / "tokenizer.json"
+DEMO = ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"
 
 
 def byte_level_tokenizer() -> Tokenizer:

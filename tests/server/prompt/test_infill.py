@@ -22,7 +22,7 @@ from tests.support.chatting import prepared
 from tests.support.paths import ROOT
 from tests.support.serving import RunningServer, running_server
 
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 # prefix, suffix, middle, and what ends the middle
 FAMILIES = [
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"),

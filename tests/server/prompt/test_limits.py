@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture
 def model(tmp_path: Path) -> ServedModel:
-    encoder = PromptEncoder.load(ROOT / "engine" / "demo_model", None)
+    encoder = PromptEncoder.load(ROOT / "engine" / "hub" / "demo_model", None)
     made = make_model(tmp_path, TEMPLATE)
     return replace(made, encoder=encoder, info=replace(made.info, max_model_len=50))
 

@@ -15,7 +15,7 @@ from penstock.server.prompt.tokenizer import ChatTemplate, GenerationDefaults, P
 from tests.support.paths import ROOT
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 TEXTS = ["", "Once upon a time", "  two  spaces ", "naïve 😀 你好", "<s>x</s>", "a\n\nb"]
 TALK = [
     {"role": "system", "content": "Be brief."},

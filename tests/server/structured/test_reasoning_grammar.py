@@ -19,7 +19,7 @@ from tests.support.chatting import ADD, PLAIN, QWEN, ask, make_model
 from tests.support.paths import ROOT
 from tests.support.serving import MODEL, RunningServer
 
-DEMO = ROOT / "engine" / "demo_model"
+DEMO = ROOT / "engine" / "hub" / "demo_model"
 SCHEMA = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},

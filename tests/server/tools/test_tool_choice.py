@@ -48,7 +48,7 @@ VALUE_ENDS = ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n")
 
 
 def tokenizer(special: tuple[str, ...]) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(ROOT / "engine" / "demo_model" / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(ROOT / "engine" / "hub" / "demo_model" / "tokenizer.json"))
     tokenizer.add_special_tokens(list(special))
     return tokenizer
 

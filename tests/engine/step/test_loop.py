@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.engine.step.executor import PendingTokens
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import Abort, FromEngine, Refused, StepReport, Submit
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler

@@ -7,10 +7,10 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-from penstock.engine.loop.loop import EngineLoop
-from penstock.engine.loop.messages import Abort, FromEngine, StepReport, Submit
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.step.loop import EngineLoop
+from penstock.engine.step.messages import Abort, FromEngine, StepReport, Submit
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler

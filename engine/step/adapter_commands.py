@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 from penstock.engine.config import LoraConfig
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.loop.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from penstock.engine.step.executor import AdapterStore
+from penstock.engine.step.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
 

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from penstock.engine.loop.adapter_commands import AdapterCommands
-from penstock.engine.loop.messages import (
+from penstock.engine.process import logs
+from penstock.engine.process.request_ids import caller_of
+from penstock.engine.step.adapter_commands import AdapterCommands
+from penstock.engine.step.executor import Executor, PendingTokens
+from penstock.engine.step.messages import (
     Abort,
     Accepted,
     FromLoop,
@@ -21,9 +24,6 @@ from penstock.engine.loop.messages import (
     Submit,
     ToEngine,
 )
-from penstock.engine.process import logs
-from penstock.engine.process.request_ids import caller_of
-from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
