@@ -231,13 +231,9 @@ class Scheduler:
         return bool(self._requests)
 
     def stats(self) -> SchedulerStats:
-        first, *more = self._kv.stats()
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
-            num_used_blocks=first.num_used,
-            num_evictable_blocks=first.num_evictable,
-            num_free_blocks=first.num_free,
             prefix_query_tokens_total=self._prefix_query_tokens,
             prefix_hit_tokens_total=self._prefix_hit_tokens,
             preemptions_total=self._preemptions,
@@ -245,7 +241,7 @@ class Scheduler:
             invalid_logits_total=self._invalid_logits,
             out_of_reach_total=self._targets.num_out_of_reach,
             fairness_index=self._waiting.fairness,
-            more_groups=tuple(more),
+            groups=tuple(self._kv.stats()),
             tier=self._loads.stats(),
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
         )
@@ -640,17 +636,15 @@ def _check_fits(groups: Items[KVGroup | StateGroup], block_size: int, max_model_
 
 
 def _assignment(sequence: Sequence) -> SlotAssignment:
-    first, *more = [tuple(table.block_ids) for table in sequence.tables]
     return SlotAssignment(
         slot=sequence.slot,
         token_ids=tuple(sequence.token_ids),
         num_prompt_tokens=sequence.num_prompt_tokens,
-        block_ids=first,
+        tables=tuple([tuple(table.block_ids) for table in sequence.tables]),
         sampling=sequence.request.sampling,
         seed=sequence.seed,
         prompt_request=sequence.prompt_request,
         adapter=sequence.request.adapter,
-        more_block_ids=tuple(more),
     )
 
 

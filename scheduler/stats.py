@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one group of layers: see `scheduler.cache.groups`. Where is_recurrent, they
-    are states, and those that are evictable are snapshots."""
+    """The blocks of one group of layers (`scheduler.groups`): used by a sequence, evictable (used
+    by none, but findable) or free. Where is_recurrent, they are states, and those that are
+    evictable are snapshots."""
 
-    window: int | None
-    num_used: int
-    num_evictable: int
-    num_free: int
+    window: int | None = None
+    num_used: int = 0
+    num_evictable: int = 0
+    num_free: int = 0
     is_recurrent: bool = False
 
     @property
@@ -67,36 +68,29 @@ class TierStats(NamedTuple):
 class SchedulerStats(NamedTuple):
     """The scheduler after a step. Gauges are current values; counters count since the start.
 
-    A block is used (by a sequence), evictable (used by none, but findable) or free; those here are
-    of the first group of layers, more_groups are the others.
     prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
     recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
     policy is fair; see `FairQueue.look`. tier: None without one.
     """
 
-    num_running: int
-    num_waiting: int
-    num_used_blocks: int
-    num_evictable_blocks: int
-    num_free_blocks: int
-    prefix_query_tokens_total: int
-    prefix_hit_tokens_total: int
-    preemptions_total: int
-    recomputed_tokens_total: int
+    num_running: int = 0
+    num_waiting: int = 0
+    prefix_query_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0
+    preemptions_total: int = 0
+    recomputed_tokens_total: int = 0
     invalid_logits_total: int = 0
     out_of_reach_total: int = 0
     fairness_index: float | None = None
-    more_groups: tuple[GroupBlocks, ...] = ()
+    groups: tuple[GroupBlocks, ...] = (GroupBlocks(),)
     tier: TierStats | None = None
     prefix_stateless_tokens_total: int = 0
 
     @property
     def kv_usage(self) -> float:
         """The share of its blocks that sequences hold, of the group where it is largest."""
-        num_blocks = self.num_used_blocks + self.num_evictable_blocks + self.num_free_blocks
-        first = self.num_used_blocks / num_blocks if num_blocks else 0.0
-        return max([first, *[group.usage for group in self.more_groups]])
+        return max([group.usage for group in self.groups])
 
     def plus_counters(self, earlier: "SchedulerStats") -> "SchedulerStats":
         """With the counters of a scheduler that another engine had before."""

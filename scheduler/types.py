@@ -123,29 +123,21 @@ class SlotAssignment(NamedTuple):
 
     token_ids: every id known so far, the prompt first and then, after a preemption or in another
     engine than it began in, its outputs.
-    block_ids: its block table in logical order, and more_block_ids those in the groups of layers
-    after the first (`scheduler.cache.groups`); entries that no row reads are 0. That of a group
-    with a recurrence has one entry, the sequence's state. seed: this
-    sample's own. prompt_request: the
-    outputs still missing of its prompt; its rows then begin at the first token, unless that is
-    pooling LAST alone. adapter:
-    see Request. What an executor keeps of an
-    earlier assignment of the slot is void.
+    tables: its block table in each group of layers (`scheduler.groups`), in logical order; entries
+    that no row reads are 0. That of a group with a recurrence has one entry, the sequence's state.
+    seed: this sample's own. prompt_request: the outputs still missing of its prompt; its rows then
+    begin at the first token, unless that is pooling LAST alone. adapter: see Request. What an
+    executor keeps of an earlier assignment of the slot is void.
     """
 
     slot: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    block_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     sampling: SamplingParams
     seed: int
     prompt_request: PromptOutputRequest | None = None
     adapter: str | None = None
-    more_block_ids: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def tables(self) -> tuple[tuple[int, ...], ...]:
-        return (self.block_ids, *self.more_block_ids)
 
 
 class TableUpdate(NamedTuple):

@@ -1,6 +1,6 @@
 """Joins blocks and digests: is there room for the tokens of a sequence, and which are cached?
 
-A model's layers are in one or more groups (`scheduler.cache.groups`), each with a pool and, for
+A model's layers are in one or more groups (`scheduler.groups`), each with a pool and, for
 each sequence, a table of its own. What a sequence can continue from must be in all of them.
 """
 

@@ -53,7 +53,7 @@ _SCHEDULER_COUNTERS = {
     "prefix_stateless_tokens": "Prompt tokens whose keys and values were found, but no recurrent "
     "state after them",
 }
-_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+_NO_STATS = SchedulerStats()
 _OUTCOMES = ("stop", "length", "abandoned", "failed", "refused")
 NO_HANDLER = "none"
 # A client may invent other methods, and each would become a series of its own.
@@ -407,18 +407,18 @@ class Metrics:
         )
 
     def _gauges(self) -> Iterator[Metric]:
-        stats = self._stats
-        num_blocks = self.model.num_blocks if self.model else 0
+        stats, num_blocks = self._stats, self.model.num_blocks if self.model else 0
+        first, *more = stats.groups
         gauges = {
             "running_sequences": (stats.num_running, "Sequences that run"),
             "waiting_sequences": (self.num_waiting, "Sequences that wait in the queue"),
-            "kv_used_blocks": (stats.num_used_blocks, "KV blocks that sequences hold"),
+            "kv_used_blocks": (first.num_used, "KV blocks that sequences hold"),
             "kv_idle_blocks": (
-                stats.num_evictable_blocks,
+                first.num_evictable,
                 "KV blocks that no sequence holds and whose content can still be found",
             ),
             "kv_free_blocks": (
-                stats.num_free_blocks if self._has_stats else num_blocks,
+                first.num_free if self._has_stats else num_blocks,
                 "KV blocks without content",
             ),
             "kv_cache_usage_ratio": (
@@ -428,7 +428,7 @@ class Metrics:
         }
         for name, (value, help_text) in gauges.items():
             yield gauge(name, help_text, value)
-        yield from group_metrics(stats.more_groups)
+        yield from group_metrics(more)
         if stats.fairness_index is not None:
             yield gauge(
                 "fairness_jain_index",

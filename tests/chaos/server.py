@@ -82,7 +82,7 @@ class Running:
             while self.engine.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(after_s)
-        return self.service.metrics.stats.num_used_blocks
+        return self.service.metrics.stats.groups[0].num_used
 
 
 @contextlib.asynccontextmanager

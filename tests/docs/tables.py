@@ -103,9 +103,11 @@ def families() -> list[Metric]:
     recorded.on_ready(replace(on_known_hardware(), pipeline_parallel_size=2))
     # Under the fair policy there is one more, of a model with windows another, of one with
     # recurrent states others, and with a tier others.
-    windows = (GroupBlocks(1024, 0, 0, 0), GroupBlocks(None, 0, 0, 0, is_recurrent=True))
+    windowed, recurrent = GroupBlocks(1024), GroupBlocks(is_recurrent=True)
     recorded._stats = recorded.stats._replace(
-        fairness_index=1.0, more_groups=windows, tier=TierStats(PlaceStats(), PlaceStats())
+        fairness_index=1.0,
+        groups=(GroupBlocks(), windowed, recurrent),
+        tier=TierStats(PlaceStats(), PlaceStats()),
     )
     return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
 

@@ -97,5 +97,5 @@ def test_an_abort_in_flight_frees_everything() -> None:
     for name in "ab":
         driver.record(driver.scheduler.abort(make_request(name, 5).id))
     driver.run()
-    assert driver.scheduler.stats().num_used_blocks == 0
+    assert driver.scheduler.stats().groups[0].num_used == 0
     assert {name for name, _ in driver.finishes} == set("abcd")

@@ -303,8 +303,8 @@ def test_everyone_has_the_same_answer_and_none_is_preempted_for_others_often(
             if not pending and not driver.scheduler.has_work:
                 break
         stats = driver.scheduler.stats()
-        assert stats.num_used_blocks == 0
-        assert stats.num_free_blocks + stats.num_evictable_blocks == 400
+        assert stats.groups[0].num_used == 0
+        assert stats.groups[0].num_free + stats.groups[0].num_evictable == 400
         ended = [finish for finishes in driver.finishes.values() for finish in finishes]
         assert len(ended) == 30 + len(arrivals)
         assert all(each.reason is FinishReason.LENGTH for each in ended)

@@ -33,10 +33,10 @@ def test_a_window_gives_back_what_no_later_token_reads() -> None:
     held = []
     while window.scheduler.has_work:
         window.step()
-        held.append(window.scheduler.stats().more_groups[0].num_used)
+        held.append(window.scheduler.stats().groups[1].num_used)
     # Three blocks have the 8 tokens wherever they begin; before that a chunk has 32 of its own.
     assert max(held[2:]) == 3 and max(held[:2]) <= 3 + 8
-    assert window.scheduler.stats().more_groups[0].num_evictable == 99 // 4
+    assert window.scheduler.stats().groups[1].num_evictable == 99 // 4
     assert ids_of(window, "a") == alone("a", PROMPT, max_tokens=60)
 
 

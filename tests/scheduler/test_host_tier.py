@@ -356,9 +356,7 @@ class Walk:
         driver.host.work()
         driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
         found = driver.scheduler.stats()
-        assert [found.num_used_blocks, *(each.num_used for each in found.more_groups)] == [
-            0 for _ in self.windows
-        ]
+        assert [each.num_used for each in found.groups] == [0 for _ in self.windows]
         assert not driver.host.rate.open_bytes
         self.check()
         self.check_slots()

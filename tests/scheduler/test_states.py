@@ -38,10 +38,10 @@ def test_a_running_sequence_has_one_state_and_gives_it_back() -> None:
         states.scheduler.add(make_request(name, PROMPT, max_tokens=9))
     states.step()
     states.step()
-    group = states.scheduler.stats().more_groups[0]
+    group = states.scheduler.stats().groups[1]
     assert (group.is_recurrent, group.num_used, group.num_free) == (True, 2, 14)
     states.run()
-    assert states.scheduler.stats().more_groups[0].num_free == 16
+    assert states.scheduler.stats().groups[1].num_free == 16
 
 
 def test_no_more_sequences_run_than_there_are_states() -> None:
@@ -81,7 +81,7 @@ def test_the_next_turn_is_found_where_the_template_opens_its_answer_differently(
 def test_the_snapshot_of_an_answer_replaces_the_one_before() -> None:
     states = driver()
     ask(states, "a", PROMPT, max_tokens=40)
-    assert states.scheduler.stats().more_groups[0].num_evictable == 2
+    assert states.scheduler.stats().groups[1].num_evictable == 2
 
 
 def test_where_two_prompts_part_a_third_goes_on() -> None:
@@ -118,7 +118,7 @@ def test_where_all_states_are_used_no_snapshot_is_taken() -> None:
     states = driver(num_states=1)
     ask(states, "a", PROMPT)
     assert not any(batch.snapshots for batch in states.batches)
-    assert states.scheduler.stats().more_groups[0].num_free == 1
+    assert states.scheduler.stats().groups[1].num_free == 1
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_snapshot() -> None:

@@ -188,7 +188,7 @@ def test_a_forecast_counts_the_wait_for_blocks_of_a_window() -> None:
     for index in range(4):
         bench.add(make_request(f"stream{index}", [10 + index] * 170, max_tokens=200 + 50 * index))
         bench.first_token_of(f"stream{index}")
-    used = bench.scheduler.stats().more_groups[0].num_used
+    used = bench.scheduler.stats().groups[1].num_used
     assert 4 * (window.most_blocks(200, 16) - 1) <= used
     arrived_s = bench.now
     bench.add(make_request("it", [9] * 200, arrival_s=arrived_s))

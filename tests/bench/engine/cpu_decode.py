@@ -107,7 +107,7 @@ class _Decode:
             return tuple(range(slot * per_seq, (slot + 1) * per_seq))
 
         self._assignments = tuple(
-            SlotAssignment(slot, prompt, _CONTEXT, blocks_of(slot), greedy, seed=0)
+            SlotAssignment(slot, prompt, _CONTEXT, (blocks_of(slot),), greedy, seed=0)
             for slot in self._slots
         )
         self._step(0, _CONTEXT, num_decodes=0)

@@ -98,7 +98,7 @@ def _prefill(executor: CpuExecutor, num_rows: int) -> float:
     prompt = tuple(1 + i % 1000 for i in range(num_rows))
     batch = ScheduledBatch(
         step=0,
-        assignments=(SlotAssignment(0, prompt, num_rows, blocks, greedy, seed=0),),
+        assignments=(SlotAssignment(0, prompt, num_rows, (blocks,), greedy, seed=0),),
         table_updates=(),
         copies=(),
         slots=(0,),

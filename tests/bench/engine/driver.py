@@ -108,7 +108,7 @@ class Driver:
         num_blocks = -(-room // info.block_size)
         ids = tuple(self._random.choices(range(info.vocab_size), k=num_tokens))
         blocks = tuple(range(slot * num_blocks, (slot + 1) * num_blocks))
-        return SlotAssignment(slot, ids, num_tokens, blocks, _GREEDY, seed=slot)
+        return SlotAssignment(slot, ids, num_tokens, (blocks,), _GREEDY, seed=slot)
 
     def _run(
         self,

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from penstock.engine.step.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
-from penstock.scheduler.stats import AttentionWork, SchedulerStats, StepWork
+from penstock.scheduler.stats import AttentionWork, GroupBlocks, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.metrics import Metrics
 from penstock.server.output.choice import Choice
@@ -130,7 +130,7 @@ def _report(step: int, num_sequences: int) -> StepReport:
     return StepReport(
         step=step,
         outputs=outputs,
-        stats=SchedulerStats(num_sequences, 0, 1000, 0, 1000, 0, 0, 0, 0),
+        stats=SchedulerStats(num_sequences, groups=(GroupBlocks(None, 1000, 0, 1000),)),
         work=StepWork(
             0, num_sequences, num_sequences, num_sequences, 0, (AttentionWork(1000, 1000),)
         ),

@@ -181,7 +181,7 @@ def encoded_reports(
                     [token_id] * len(requests),
                     [0] * len(requests),
                 ),
-                stats=SchedulerStats(len(requests), *[0] * 8),  # type: ignore[arg-type]
+                stats=SchedulerStats(len(requests)),
                 work=NO_WORK,
                 started_s=time.monotonic(),
                 step_s=0.004,

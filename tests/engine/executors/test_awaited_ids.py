@@ -15,7 +15,7 @@ def batch(*rows: tuple[int, int, int, bool], assigned: tuple[int, ...] = ()) -> 
                 slot=slot,
                 token_ids=(5,),
                 num_prompt_tokens=1,
-                block_ids=(0,),
+                tables=((0,),),
                 sampling=sampling,
                 seed=0,
             )

@@ -38,7 +38,7 @@ needs_stories = pytest.mark.skipif(
 
 
 def assign(slot: int, token_ids: list[int], blocks: list[int]) -> SlotAssignment:
-    return SlotAssignment(slot, tuple(token_ids), len(token_ids), tuple(blocks), GREEDY, seed=0)
+    return SlotAssignment(slot, tuple(token_ids), len(token_ids), (tuple(blocks),), GREEDY, seed=0)
 
 
 def generate(
@@ -145,7 +145,7 @@ def test_logprobs_come_for_the_rows_that_want_them(tiny: Path) -> None:
     wanting = SamplingParams(max_tokens=4, temperature=0.0, num_logprobs=2)
     assignments = (
         assign(0, [5, 6], [0]),
-        SlotAssignment(1, (5, 6), 2, (1,), wanting, seed=0),
+        SlotAssignment(1, (5, 6), 2, ((1,),), wanting, seed=0),
     )
     sampled = executor.execute(make_batch((0, 1), (0, 0), (2, 2), assignments=assignments)).wait()
     assert sampled.logprobs is not None
@@ -231,7 +231,7 @@ def test_bfloat16_answers_are_near_float32s(tiny: Path) -> None:
     logprobs = []
     for dtype in (Dtype.FLOAT32, Dtype.BFLOAT16):
         executor = cpu_executor(engine_config(tiny, dtype=dtype), tiny)
-        assignment = SlotAssignment(0, prompt, 40, blocks, sampling, seed=0)
+        assignment = SlotAssignment(0, prompt, 40, (blocks,), sampling, seed=0)
         sampled = executor.execute(make_batch((0,), (0,), (40,), assignments=(assignment,))).wait()
         assert sampled.logprobs is not None
         assert sampled.logprobs[0] is not None

@@ -308,8 +308,8 @@ def test_the_largest_step_has_every_row_and_token_that_fits(
     scheduler = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens)
     batch = largest_step(scheduler, max_len, block_size=3)
     assert batch.num_tokens == counts
-    assert [len(a.block_ids) for a in batch.assignments] == [-(-count // 3) for count in counts]
-    assert not any(block for a in batch.assignments for block in a.block_ids)
+    assert [len(a.tables[0]) for a in batch.assignments] == [-(-count // 3) for count in counts]
+    assert not any(block for a in batch.assignments for block in a.tables[0])
 
 
 def test_the_pool_gets_what_the_share_leaves() -> None:

@@ -149,7 +149,7 @@ def test_requests_with_nan_logits_end_with_the_reason_and_the_others_are_as_with
         assert together.reason(request.id) is alone.reason(request.id) is FinishReason.LENGTH
         assert together.ids(request.id) == alone.ids(request.id)
     assert together.scheduler.stats().invalid_logits_total == len(bad)
-    assert together.scheduler.stats().num_used_blocks == 0
+    assert together.scheduler.stats().groups[0].num_used == 0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -159,7 +159,7 @@ def test_nan_in_the_middle_of_an_answer_ends_it_there(executor: Executor, name: 
     ran = Outcome(executor, [request_of("a", forced, is_bad=False)])
     assert ran.ids("a") == [POISON]
     assert ran.reason("a") is FinishReason.INVALID_LOGITS
-    assert ran.scheduler.stats().num_used_blocks == 0
+    assert ran.scheduler.stats().groups[0].num_used == 0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -167,9 +167,9 @@ def test_no_other_request_finds_what_a_failed_one_computed_in_the_prefix_cache(
     executor: Executor,
 ) -> None:
     ran = Outcome(executor, [request_of("a", GREEDY, is_bad=True)])
-    assert ran.scheduler.stats().num_evictable_blocks == 0
+    assert ran.scheduler.stats().groups[0].num_evictable == 0
     ran = Outcome(executor, [request_of("a", GREEDY, is_bad=False)])
-    assert ran.scheduler.stats().num_evictable_blocks > 0
+    assert ran.scheduler.stats().groups[0].num_evictable > 0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")

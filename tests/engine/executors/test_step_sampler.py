@@ -49,7 +49,7 @@ class Step:
             sampling = SAMPLINGS[slot]
             ids = PROMPT if sampling.grammar else PROMPT + SAID
             tokens[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-            assignment = SlotAssignment(slot, ids, len(PROMPT), (), sampling, seed=slot)
+            assignment = SlotAssignment(slot, ids, len(PROMPT), ((),), sampling, seed=slot)
             self.sampler.assign(assignment)
             prepare(grammars, sampling)
             grammars.assign(assignment)

@@ -96,7 +96,7 @@ async def test_a_cancelled_reader_aborts_its_request(client: EngineClient) -> No
     await until_idle(client)
     assert client.num_open == 0
     assert client.last_report is not None
-    assert client.last_report.stats.num_used_blocks == 0
+    assert client.last_report.stats.groups[0].num_used == 0
 
 
 async def test_aborting_one_answer_lets_the_others_finish(client: EngineClient) -> None:

@@ -79,7 +79,7 @@ def _report(step: int, step_s: float, model_flops: int) -> StepReport:
     return StepReport(
         step=step,
         outputs=StepOutputs(),
-        stats=SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0),
+        stats=SchedulerStats(),
         work=NO_WORK,
         started_s=time.monotonic(),
         step_s=step_s,

@@ -47,7 +47,7 @@ def table_with(
     ids = (*range(7, 7 + num_prompt), *output_ids)
     table = GrammarTable(grammars, 8, VOCAB_SIZE)
     prepare(table, sampling)
-    table.assign(SlotAssignment(3, ids, num_prompt, (), sampling, 0))
+    table.assign(SlotAssignment(3, ids, num_prompt, ((),), sampling, 0))
     return table
 
 
@@ -136,7 +136,7 @@ def test_the_id_of_a_slots_last_sequence_is_not_consumed_by_the_next_ones_gramma
     letters = LLMatcher.grammar_from_regex("[a-z]{6}")
     sampling = SamplingParams(max_tokens=9, grammar=letters)
     prepare(table, sampling)
-    table.assign(SlotAssignment(3, (5,), 1, (), sampling, 0))
+    table.assign(SlotAssignment(3, (5,), 1, ((),), sampling, 0))
     assert table.advance([3], [67], launched) == frozenset()
     assert allowed(table) == allowed(table_with(grammars, letters))
 
@@ -144,7 +144,7 @@ def test_the_id_of_a_slots_last_sequence_is_not_consumed_by_the_next_ones_gramma
 def test_a_slot_forgets_its_grammar(grammars: Grammars) -> None:
     table = table_with(grammars, AB)
     plain = SamplingParams(max_tokens=9)
-    table.assign(SlotAssignment(3, (5,), 1, (), plain, 0))
+    table.assign(SlotAssignment(3, (5,), 1, ((),), plain, 0))
     assert not table.is_constrained(3)
 
 
@@ -153,7 +153,7 @@ def test_ids_beyond_the_tokenizers_vocabulary_are_not_allowed() -> None:
     sampling = SamplingParams(max_tokens=9, grammar=LLMatcher.grammar_from_regex("(?s:.)*"))
     table = GrammarTable(larger, 4, 2_500)
     prepare(table, sampling)
-    table.assign(SlotAssignment(3, (7,), 1, (), sampling, 0))
+    table.assign(SlotAssignment(3, (7,), 1, ((),), sampling, 0))
     assert max(allowed(table)) < VOCAB_SIZE
 
 

@@ -230,7 +230,7 @@ def read(reader: PromptReader, states: Tensor, prompt: list[int], num_top: int) 
         0,
         tuple(prompt),
         len(prompt),
-        (),
+        ((),),
         GREEDY,
         seed=0,
         prompt_request=PromptOutputRequest(num_top, Pooling.MEAN),

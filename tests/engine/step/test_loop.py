@@ -121,7 +121,7 @@ def test_an_abort_takes_effect_before_the_next_step_and_is_reported() -> None:
     assert len(bench.executor.events) == 2
     last = bench.reports()[-1]
     assert last.step == 0
-    assert last.stats.num_used_blocks == 0
+    assert last.stats.groups[0].num_used == 0
     (output,) = last.outputs
     assert output.finish is not None
     assert output.finish.reason is FinishReason.ABORT

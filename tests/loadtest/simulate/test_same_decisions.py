@@ -173,7 +173,7 @@ def simulated(
 def decisions(batch: ScheduledBatch) -> tuple[object, ...]:
     """All that a batch says but for the ids of tokens, which nobody simulates."""
     assignments = tuple(
-        (each.slot, len(each.token_ids), each.num_prompt_tokens, each.block_ids)
+        (each.slot, len(each.token_ids), each.num_prompt_tokens, each.tables)
         for each in batch.assignments
     )
     rows = (batch.slots, batch.starts, batch.num_tokens, batch.samples, batch.num_decodes)

@@ -13,7 +13,7 @@ from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.process.logs import JsonFormatter, TextFormatter, fields
 from penstock.engine.step.messages import StepReport
 from penstock.scheduler.outputs import StepOutputs
-from penstock.scheduler.stats import NO_WORK, AttentionWork, SchedulerStats, StepWork
+from penstock.scheduler.stats import NO_WORK, AttentionWork, GroupBlocks, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
@@ -98,7 +98,8 @@ class _Load:
         """A step of 1 s: 10 prompt tokens, 2 output tokens, 400 MB read."""
         self._step += 1
         outputs = StepOutputs.of([RequestOutput(RequestId("a"), 0, [5, 6], None, None, 0)])
-        stats = SchedulerStats(running, 3, 25, 50, 25, 100 * self._step, hits, 0, 0)
+        groups = (GroupBlocks(None, num_used=25, num_evictable=50, num_free=25),)
+        stats = SchedulerStats(running, 3, 100 * self._step, hits, groups=groups)
         work = StepWork(10, 0, 1, 1, 0, (AttentionWork(0, 0),))
         self.metrics.on_step(
             StepReport(self._step, outputs, stats, work, time.monotonic() - 1, 1.0, 400_000_000, 0)
@@ -132,8 +133,7 @@ async def test_the_line_is_written_only_while_there_is_work(
     load.step()
     await asyncio.sleep(0.1)
     assert len(caplog.records) >= 2  # one sequence runs, though no step has ended since
-    stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
-    idle = StepReport(0, StepOutputs(), stats, NO_WORK, time.monotonic(), 0.0, 0, 0)
+    idle = StepReport(0, StepOutputs(), SchedulerStats(), NO_WORK, time.monotonic(), 0.0, 0, 0)
     load.metrics.on_step(idle)
     await asyncio.sleep(0.05)
     caplog.clear()

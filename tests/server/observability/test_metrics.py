@@ -227,9 +227,15 @@ def test_cache_usage_is_the_share_of_the_blocks_that_sequences_hold() -> None:
 
 
 def _report(started_s: float, step_s: float) -> StepReport:
-    stats = SchedulerStats(*[0] * 9)  # type: ignore[arg-type]
     return StepReport(
-        1, StepOutputs(), stats, NO_WORK, started_s, step_s, model_bytes=100, model_flops=0
+        1,
+        StepOutputs(),
+        SchedulerStats(),
+        NO_WORK,
+        started_s,
+        step_s,
+        model_bytes=100,
+        model_flops=0,
     )
 
 
@@ -478,9 +484,10 @@ def test_kv_cache_usage_under_vllms_name_is_the_share_of_used_blocks(server: Run
 def test_kv_cache_usage_is_that_of_the_fullest_pool() -> None:
     metrics = Metrics("model", has_vllm_names=True)
     metrics._stats = metrics.stats._replace(
-        num_used_blocks=10,
-        num_free_blocks=90,
-        more_groups=(GroupBlocks(512, num_used=30, num_evictable=10, num_free=0),),
+        groups=(
+            GroupBlocks(None, num_used=10, num_evictable=0, num_free=90),
+            GroupBlocks(512, num_used=30, num_evictable=10, num_free=0),
+        )
     )
     scrape = Scrape(metrics.text().decode())
     assert scrape("kv_cache_usage_ratio") == 0.75
