@@ -22,7 +22,7 @@ from penstock.engine.models.formats.config import QuantizationConfig
 from penstock.engine.models.formats.parse import read_quantization
 from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
 from penstock.engine.models.parts.attention.config import Attention
-from penstock.engine.models.parts.attention.rope import check_neutral, longest_sequence
+from penstock.engine.models.parts.attention.rope import longest_sequence
 from penstock.engine.models.parts.embedding.config import Embedding
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.head.config import Head
@@ -333,10 +333,7 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
-        """Reads config.json, and generation_config.json where there is one.
-
-        model_dir: or a GGUF file.
-        """
+        """Reads config.json and, where there is one, generation_config.json; or a GGUF file's."""
         outer = Fields.read(model_dir / "config.json")
         name, text = find_family(outer)
         family = FAMILIES[name]
@@ -345,60 +342,57 @@ class ModelConfig:
         quantization = read_quantization(outer, model_dir)
         if is_wrapped and quantization is not None:
             quantization = quantization.renamed(text_model_name)
-        _check_activation(fields, family.activation)
-        if not fields.flag("is_causal", default=True):
-            raise InvalidModel(
-                f"{fields.path} has is_causal: false, so tokens also attend to later ones, which "
-                "is not supported; use a model with causal attention"
-            )
-        outline = Outline.read(fields, family)
-        check_neutral(fields, family.computes)
-        outline.check()
-        design = family.design(fields)
-        layers, rope = outline.layers(design, family)
-        sizes = {"hidden_size": outline.hidden_size, "vocab_size": outline.vocab_size}
+        _check_kind(fields, family.activation)
+        outline = Outline(fields, family)
+        design, (layers, rope) = outline.design, outline.layers()
+        head = Head(
+            **outline.sizes,
+            is_tied=_has_tied_embeddings(outer, fields, model_dir, is_wrapped),
+            multiplier=design.logit_multiplier,
+            softcap=design.logit_softcap,
+        )
         config = cls(
             family=name,
             is_wrapped=is_wrapped,
-            hidden_size=outline.hidden_size,
+            hidden_size=head.hidden_size,
             max_model_len=longest_sequence(fields, rope),
             norm=replace(design.norm, eps=design.norm.eps or fields.number("rms_norm_eps", 1e-6)),
-            embedding=Embedding(**sizes, multiplier=design.embedding_multiplier),
+            embedding=Embedding(**outline.sizes, multiplier=design.embedding_multiplier),
             layers=layers,
-            head=Head(
-                **sizes,
-                is_tied=_has_tied_embeddings(outer, fields, model_dir)
-                if is_wrapped
-                else fields.flag("tie_word_embeddings"),
-                multiplier=design.logit_multiplier,
-                softcap=design.logit_softcap,
-            ),
+            head=head,
             eos_token_ids=eos_token_ids(
                 fields if outer.get("eos_token_id") is None else outer,
                 model_dir / "generation_config.json",
-                outline.vocab_size,
+                head.vocab_size,
             ),
             quantization=quantization,
             per_layer_inputs=design.per_layer_inputs,
         )
-        check_keys(fields, family.without_effect, head_dim=outline.head_dim, has_encoders=False)
-        if is_wrapped:
-            check_keys(outer, family.without_effect, head_dim=outline.head_dim, has_encoders=True)
+        for each in (fields, outer) if is_wrapped else (fields,):
+            check_keys(each, family.without_effect, outline.head_dim, has_encoders=each is outer)
         return config
 
 
-def _check_activation(fields: Fields, activation: str) -> None:
+def _check_kind(fields: Fields, activation: str) -> None:
+    """Raises InvalidModel: for another activation than the family's, or bidirectional attention."""
     for name in ("hidden_act", "hidden_activation"):
         if fields.text(name) not in (*_ACTIVATIONS[activation], None):
             raise InvalidModel(
                 f"{fields.path} has {name} {shown(fields.get(name))}; only "
                 f"{_ACTIVATIONS[activation][0]!r} is supported for this architecture"
             )
+    if not fields.flag("is_causal", default=True):
+        raise InvalidModel(
+            f"{fields.path} has is_causal: false, so tokens also attend to later ones, which is "
+            "not supported; use a model with causal attention"
+        )
 
 
-def _has_tied_embeddings(outer: Fields, text: Fields, model_dir: Path) -> bool:
+def _has_tied_embeddings(outer: Fields, text: Fields, model_dir: Path, is_wrapped: bool) -> bool:
     """Tells if embeddings are tied. For text and images, config.json's parts often disagree: the
     weights decide, where they are there."""
+    if not is_wrapped:
+        return text.flag("tie_word_embeddings")
     default = outer.flag("tie_word_embeddings", default=text.flag("tie_word_embeddings"))
     names = tensor_names(model_dir)
     if names is None:

@@ -7,18 +7,19 @@ facts: the classes of transformers with these names, which the tests compare wit
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families import gemma4
 from penstock.engine.models.families.outline import (
+    ATTENTION_BIASES,
     Design,
     Family,
-    Head,
     Ropes,
-    llama,
     one_rope,
+    ropes_by_kind,
 )
 from penstock.engine.models.families.unsupported import unsupported_family
 from penstock.engine.models.parts.attention.config import HeadNorms
@@ -28,8 +29,7 @@ from penstock.engine.models.parts.attention.windows import (
     SLIDING,
     Windows,
     all_or_none,
-    by_layer_types,
-    every,
+    full_every,
     mistral,
     no_window,
     qwen,
@@ -40,37 +40,45 @@ from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, 
 from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.tensors import NormKind
 
+# Weights of norms are stored less 1, and multiplied in float32.
+_OFFSET_NORM = NormKind(eps=0.0, is_wide=True, offset=1.0)
+_WIDE_NORM = NormKind(eps=0.0, is_wide=True)
+
 # ---- Qwen ---------------------------------------------------------------------------------------
 
 
-def _qwen2(fields: Fields) -> Design:
-    fields.get("attention_bias")  # its layers have these biases in any case
-    return Design(attention={"qkv_bias": True}, mlp={"has_bias": fields.flag("mlp_bias")})
-
-
-def _qwen3(fields: Fields) -> Design:
-    return llama(fields).with_attention(head_norms=HeadNorms.EACH)
-
-
-def _qwen3_moe(fields: Fields) -> Design:
-    has_bias = fields.flag("attention_bias")
-    return Design(
-        attention={"qkv_bias": has_bias, "output_bias": has_bias, "head_norms": HeadNorms.EACH},
-        experts=read_experts(
-            fields,
-            size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
-            is_normed=fields.flag("norm_topk_prob"),
-        ),
-        have_experts=qwen_layers(fields),
+def _qwen3_moe(fields: Fields, design: Design) -> Design:
+    experts = read_experts(
+        fields,
+        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        is_normed=fields.flag("norm_topk_prob"),
     )
+    return replace(design, experts=experts, have_experts=qwen_layers(fields))
 
 
 def _qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    fields.get("max_window_layers")  # without an effect: all layers have the window
     return unless_off(fields, num_layers, [SLIDING] * num_layers)
 
 
-_QWEN3_5 = {
+def _qwen3_5(fields: Fields, design: Design) -> Design:
+    if not fields.flag("attn_output_gate", default=True):
+        raise fields.wrong("attn_output_gate", "true", False)
+    return replace(design, mixers=read_delta_nets(fields))
+
+
+def _qwen3_5_moe(fields: Fields, design: Design) -> Design:
+    experts = read_experts(
+        fields,
+        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
+        is_normed=True,
+        shared_size=fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH),
+    )
+    if experts is None:
+        raise fields.wrong("num_experts", "a positive integer", 0)
+    return replace(_qwen3_5(fields, design), experts=experts)
+
+
+_QWEN3_5_DEFAULTS = {
     "vocab_size": 248_320,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -82,74 +90,27 @@ _QWEN3_5 = {
 }
 
 
-# Weights of norms are stored less 1, and multiplied in float32.
-_OFFSET_NORM = NormKind(eps=0.0, is_wide=True, offset=1.0)
-_QWEN3_5_ROPE = frozenset({"partial_rotary_factor"})
-# These belong to the layer that drafts the token after the next.
-_QWEN3_5_UNUSED = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
-
-
-def _qwen3_5(fields: Fields) -> Design:
-    has_bias = fields.flag("attention_bias")
-    if not fields.flag("attn_output_gate", default=True):
-        raise fields.wrong("attn_output_gate", "true", False)
-    # The type in which other programs keep the states; here it is float32.
-    fields.get("mamba_ssm_dtype")
-    return Design(
-        attention={
-            "qkv_bias": has_bias,
-            "output_bias": has_bias,
-            "head_norms": HeadNorms.EACH,
-            "has_gates": True,
-        },
-        norm=_OFFSET_NORM,
-        mixers=read_delta_nets(fields),
-    )
-
-
-def _qwen3_5_moe(fields: Fields) -> Design:
-    experts = read_experts(
-        fields,
-        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
-        is_normed=True,
-        shared_size=fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH),
-    )
-    if experts is None:
-        raise fields.wrong("num_experts", "a positive integer", 0)
-    return replace(_qwen3_5(fields), experts=experts)
-
-
-def _qwen3_5_rope(fields: Fields, head: Head) -> Ropes:
-    """Positions of images and text have three numbers, which take turns in the pairs of a head as
-    mrope_section says; those of a text are equal, so that it rotates as any other."""
-    return _partial_rope(fields, head, 0.25)
-
-
-def _every_layer(fields: Fields, num_layers: int) -> Windows:
-    return (None,) * num_layers
-
-
 # ---- Phi ----------------------------------------------------------------------------------------
 
 
-def _phi3_rope(fields: Fields, head: Head) -> Ropes:
-    # "su" and "yarn" are what the first Phi-3 called LongRoPE.
-    return _partial_rope(fields, head, 1.0, {"su": "longrope", "yarn": "longrope"})
-
-
 def _partial_rope(
-    fields: Fields, head: Head, default: float, kinds: Mapping[str, str] = MappingProxyType({})
+    fields: Fields,
+    head_dim: int,
+    windows: Windows,
+    *,
+    default: float = 1.0,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> Ropes:
     """default: of the share of a head that is rotated. kinds: see `RopeSettings`."""
     settings = RopeSettings(fields)
-    rotary_dim = int(head.dim * settings.share_of_head(default))
-    if rotary_dim % 2 or not 0 < rotary_dim <= head.dim:
+    rotary_dim = int(head_dim * settings.share_of_head(default))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise InvalidModel(
-            f"{fields.path}: partial_rotary_factor rotates {rotary_dim} of a head's {head.dim} "
+            f"{fields.path}: partial_rotary_factor rotates {rotary_dim} of a head's {head_dim} "
             "dimensions; it must be an even number of them"
         )
     rope = settings.for_all_layers(rotary_dim, kinds)
-    attention = {} if rotary_dim == head.dim else {"rotary_dim": rotary_dim}
+    attention = {} if rotary_dim == head_dim else {"rotary_dim": rotary_dim}
     return Ropes(rope=rope, attention=attention)
 
 
@@ -171,9 +132,9 @@ def _have_rope(fields: Fields, num_layers: int) -> list[int]:
     return given
 
 
-def _smollm3_rope(fields: Fields, head: Head) -> Ropes:
-    rope = RopeSettings(fields).for_all_layers(head.dim)
-    have_rope = _have_rope(fields, len(head.windows))
+def _smollm3_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
+    rope = RopeSettings(fields).for_all_layers(head_dim)
+    have_rope = _have_rope(fields, len(windows))
     return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in have_rope))
 
 
@@ -185,61 +146,28 @@ def _smollm3_windows(fields: Fields, num_layers: int) -> Windows:
 # ---- Mistral ------------------------------------------------------------------------------------
 
 
-def _ministral3_rope(fields: Fields, head: Head) -> Ropes:
+def _ministral3_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
     settings = RopeSettings(fields)
-    rope = settings.for_all_layers(head.dim)
+    rope = settings.for_all_layers(head_dim)
     return Ropes(rope=rope, attention={"query_scaling": settings.query_scaling()})
 
 
 # ---- Granite ------------------------------------------------------------------------------------
 
 
-def _granite(fields: Fields) -> Design:
+def _granite(fields: Fields, design: Design) -> Design:
     """Its residual stream, x + m * f(norm(x)), is computed as x / m: RMSNorm gives the same for
     both, with its eps divided by m squared. So nothing is multiplied but the embedding."""
     residual = fields.number("residual_multiplier", 1.0)
     return replace(
-        llama(fields).with_attention(scale=fields.number("attention_multiplier", 1.0)),
+        design.with_attention(scale=fields.number("attention_multiplier", 1.0)),
         norm=NormKind(eps=fields.number("rms_norm_eps", 1e-6) / residual**2),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0) / residual,
         logit_multiplier=1 / fields.number("logits_scaling", 1.0),
     )
 
 
-# ---- OLMo ---------------------------------------------------------------------------------------
-
-_OLMO = {"rms_norm_eps": 1e-5}
-
-
-def _olmo2(fields: Fields) -> Design:
-    return replace(
-        llama(fields).with_attention(head_norms=HeadNorms.WHOLE),
-        norms={"pre": False, "post": True},
-        norm=NormKind(eps=0.0, is_wide=True),
-    )
-
-
-def _olmo3_windows(fields: Fields, num_layers: int) -> Windows:
-    return by_layer_types(fields, num_layers, every(num_layers, 4))
-
-
-def _olmo3_rope(fields: Fields, head: Head) -> Ropes:
-    return _ropes_by_kind(fields, head, fields.number("rope_theta"))
-
-
-# ---- Seed-OSS -----------------------------------------------------------------------------------
-
-
-def _seed_oss(fields: Fields) -> Design:
-    return llama(fields).with_attention(output_bias=fields.flag("attention_out_bias"))
-
-
 # ---- EXAONE -------------------------------------------------------------------------------------
-
-
-def _exaone4(fields: Fields) -> Design:
-    attention = {"head_norms": HeadNorms.EACH}
-    return Design(attention=attention, norms={"pre": False, "post": True})
 
 
 def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
@@ -248,20 +176,20 @@ def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
         return no_window(fields, num_layers)
     is_text = isinstance(pattern, str) and pattern
     interval = len(pattern) if is_text else fields.count("sliding_window_pattern", default=4)
-    return by_layer_types(fields, num_layers, every(num_layers, interval))
+    return full_every(interval, fields, num_layers)
 
 
-def _exaone4_rope(fields: Fields, head: Head) -> Ropes:
+def _exaone4_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
     """Where some layers have a window, only these have rotary positions."""
-    rope = RopeSettings(fields).for_all_layers(head.dim)
-    if not any(head.windows):
+    rope = RopeSettings(fields).for_all_layers(head_dim)
+    if not any(windows):
         return Ropes(rope=rope)
-    return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in head.windows))
+    return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in windows))
 
 
 # ---- Gemma --------------------------------------------------------------------------------------
 
-_GEMMA3 = {
+_GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -279,37 +207,19 @@ _GEMMA3 = {
 }
 
 
-def _gemma3(fields: Fields) -> Design:
+def _gemma3(fields: Fields, design: Design) -> Design:
     scale = fields.number("query_pre_attn_scalar") ** -0.5
-    return replace(
-        llama(fields).with_attention(head_norms=HeadNorms.EACH, scale=scale),
-        norms={"post": True},
-        norm=_OFFSET_NORM,
-        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
-    )
+    multiplier = math.sqrt(fields.count("hidden_size"))
+    return replace(design.with_attention(scale=scale), embedding_multiplier=multiplier)
 
 
 def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
-    fields.get("_sliding_window_pattern")  # the same, as newer versions write it
-    pattern = fields.count("sliding_window_pattern", default=6)
-    return by_layer_types(fields, num_layers, every(num_layers, pattern))
-
-
-def _gemma3_rope(fields: Fields, head: Head) -> Ropes:
-    return _ropes_by_kind(fields, head, 10_000.0)
-
-
-def _ropes_by_kind(fields: Fields, head: Head, local_theta: float) -> Ropes:
-    settings = RopeSettings(fields)
-    rope = settings.by_kind("full_attention", head.dim, local_theta)
-    local = settings.by_kind(SLIDING, head.dim, local_theta)
-    by_layer = tuple(rope if window is None else local for window in head.windows)
-    return Ropes(rope=rope, by_layer=by_layer)
+    return full_every(fields.count("sliding_window_pattern", default=6), fields, num_layers)
 
 
 # ---- gpt-oss ------------------------------------------------------------------------------------
 
-_GPT_OSS = {
+_GPT_OSS_DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
@@ -329,8 +239,7 @@ _GPT_OSS_ROPE = {
 }
 
 
-def _gpt_oss(fields: Fields) -> Design:
-    has_bias = fields.flag("attention_bias")
+def _gpt_oss(fields: Fields, design: Design) -> Design:
     alpha = fields.number("swiglu_alpha", 1.702)
     experts = read_experts(
         fields,
@@ -342,30 +251,77 @@ def _gpt_oss(fields: Fields) -> Design:
     )
     if experts is None:
         raise fields.wrong("num_local_experts", "a positive integer", 0)
-    return Design(
-        attention={"qkv_bias": has_bias, "output_bias": has_bias, "has_sinks": True},
-        experts=experts,
-    )
+    return replace(design, experts=experts)
 
 
-def _gpt_oss_windows(fields: Fields, num_layers: int) -> Windows:
-    return by_layer_types(fields, num_layers, every(num_layers, 2))
-
-
-def _gpt_oss_rope(fields: Fields, head: Head) -> Ropes:
+def _gpt_oss_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         fields = fields.with_defaults({"rope_scaling": _GPT_OSS_ROPE})
-    return one_rope(fields, head)
+    return one_rope(fields, head_dim, windows)
 
 
+# ---- The table ----------------------------------------------------------------------------------
+
+_QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    design=Design(
+        attention={"head_norms": HeadNorms.EACH, "has_gates": True},
+        mlp_flags={},
+        norm=_OFFSET_NORM,
+    ),
+    read=_qwen3_5,
+    # Positions of images and text have three numbers, which take turns in the pairs of a head as
+    # mrope_section says; those of a text are equal, so that it rotates as any other.
+    ropes=partial(_partial_rope, default=0.25),
+    windows=lambda fields, num_layers: (None,) * num_layers,
+    defaults={**_QWEN3_5_DEFAULTS, "intermediate_size": 12288},
+    computes=frozenset({"partial_rotary_factor"}),
+    without_effect=frozenset(
+        {
+            # The first two belong to the layer that drafts the token after the next.
+            *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+            # The type in which other programs keep the states; here it is float32.
+            "mamba_ssm_dtype",
+        }
+    ),
+)
+_OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    design=Design(
+        attention={"head_norms": HeadNorms.WHOLE},
+        norms={"pre": False, "post": True},
+        norm=_WIDE_NORM,
+    ),
+    defaults={"rms_norm_eps": 1e-5},
+)
+_GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    design=Design(
+        attention={"head_norms": HeadNorms.EACH, "scale": 1.0, "norms_values": True},
+        mlp_flags={},
+        norms={"post": True, "has_scalar": True},
+        norm=_WIDE_NORM,
+    ),
+    read=gemma4.read,
+    ropes=gemma4.ropes,
+    windows=gemma4.windows,
+    activation="gelu_tanh",
+    defaults=gemma4.DEFAULTS,
+    without_effect=gemma4.WITHOUT_EFFECT,
+)
 # By model_type.
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
     "mistral": Family(architecture="MistralForCausalLM", windows=mistral),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", design=_qwen2, windows=qwen),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        design=Design(attention={"qkv_bias": True}, attention_flags={}),
+        windows=qwen,
+        without_effect=frozenset({"attention_bias"}),  # its layers have these biases in any case
+    ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        design=_qwen3,
+        design=Design(attention={"head_norms": HeadNorms.EACH}),
         windows=qwen,
         # Qwen3's heads are wider than hidden_size / num_heads.
         defaults={"head_dim": 128},
@@ -373,7 +329,8 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
-        design=_qwen3_moe,
+        design=Design(attention={"head_norms": HeadNorms.EACH}, mlp_flags={}),
+        read=_qwen3_moe,
         windows=_qwen3_moe_windows,
         defaults={
             "num_key_value_heads": 4,
@@ -381,45 +338,37 @@ FAMILIES = {
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
         },
+        without_effect=frozenset({"max_window_layers"}),  # all layers have the window
     ),
-    "qwen3_5_text": Family(
-        architecture="Qwen3_5ForCausalLM",
-        design=_qwen3_5,
-        ropes=_qwen3_5_rope,
-        windows=_every_layer,
-        defaults={**_QWEN3_5, "intermediate_size": 12288},
-        computes=_QWEN3_5_ROPE,
-        without_effect=_QWEN3_5_UNUSED,
-    ),
-    "qwen3_5_moe_text": Family(
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
         architecture="Qwen3_5MoeForCausalLM",
-        design=_qwen3_5_moe,
-        ropes=_qwen3_5_rope,
-        windows=_every_layer,
+        read=_qwen3_5_moe,
         defaults={
-            **_QWEN3_5,
+            **_QWEN3_5_DEFAULTS,
             "num_key_value_heads": 2,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
             "num_experts": 256,
             "num_experts_per_tok": 8,
         },
-        computes=_QWEN3_5_ROPE,
-        without_effect=_QWEN3_5_UNUSED,
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
-        design=_gpt_oss,
+        design=Design(attention={"has_sinks": True}, mlp_flags={}),
+        read=_gpt_oss,
         ropes=_gpt_oss_rope,
-        windows=_gpt_oss_windows,
-        defaults=_GPT_OSS,
+        windows=partial(full_every, 2),
+        defaults=_GPT_OSS_DEFAULTS,
         # They repeat num_experts_per_tok, and the length that YaRN starts from.
         without_effect=frozenset({"experts_per_token", "initial_context_length"}),
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        design=lambda fields: Design(),
-        ropes=_phi3_rope,
+        design=Design(attention_flags={}, mlp_flags={}),
+        # "su" and "yarn" are what the first Phi-3 called LongRoPE.
+        ropes=partial(_partial_rope, kinds={"su": "longrope", "yarn": "longrope"}),
         windows=all_or_none,
         defaults={"rms_norm_eps": 1e-5},
         computes=frozenset({"partial_rotary_factor"}),
@@ -433,58 +382,54 @@ FAMILIES = {
     ),
     "ministral3": Family(
         architecture="Ministral3ForCausalLM",
-        design=lambda fields: Design(),
+        design=Design(attention_flags={}, mlp_flags={}),
         ropes=_ministral3_rope,
         windows=all_or_none,
         defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         computes=frozenset({"llama_4_scaling_beta"}),
     ),
-    "granite": Family(architecture="GraniteForCausalLM", design=_granite),
-    "olmo2": Family(architecture="Olmo2ForCausalLM", design=_olmo2, defaults=_OLMO),
-    "olmo3": Family(
+    "granite": Family(architecture="GraniteForCausalLM", read=_granite),
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
         architecture="Olmo3ForCausalLM",
-        design=_olmo2,
-        ropes=_olmo3_rope,
-        windows=_olmo3_windows,
-        defaults={**_OLMO, "rope_theta": 5e5, "sliding_window": 4096},
+        ropes=ropes_by_kind,
+        windows=partial(full_every, 4),
+        defaults={**_OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096},
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
-        design=_seed_oss,
+        design=Design(attention_flags={**ATTENTION_BIASES, "output_bias": "attention_out_bias"}),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     ),
     "exaone4": Family(
         architecture="Exaone4ForCausalLM",
-        design=_exaone4,
+        design=Design(
+            attention={"head_norms": HeadNorms.EACH},
+            attention_flags={},
+            mlp_flags={},
+            norms={"pre": False, "post": True},
+        ),
         ropes=_exaone4_rope,
         windows=_exaone4_windows,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
-    "gemma4_text": Family(
-        architecture="Gemma4ForCausalLM",
-        design=gemma4.design,
-        ropes=gemma4.ropes,
-        windows=gemma4.windows,
-        activation="gelu_tanh",
-        defaults=gemma4.DEFAULTS,
-        without_effect=gemma4.WITHOUT_EFFECT,
-    ),
-    "gemma4_unified_text": Family(
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(
+        _GEMMA4,
         architecture="Gemma4UnifiedForCausalLM",
-        design=gemma4.design,
-        ropes=gemma4.ropes,
-        windows=gemma4.windows,
-        activation="gelu_tanh",
         defaults=gemma4.UNIFIED_DEFAULTS,
-        without_effect=gemma4.WITHOUT_EFFECT,
     ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
-        design=_gemma3,
-        ropes=_gemma3_rope,
+        design=Design(
+            attention={"head_norms": HeadNorms.EACH}, norms={"post": True}, norm=_OFFSET_NORM
+        ),
+        read=_gemma3,
+        ropes=partial(ropes_by_kind, local_theta=10_000.0),
         windows=_gemma3_windows,
         activation="gelu_tanh",
-        defaults=_GEMMA3,
+        defaults=_GEMMA3_DEFAULTS,
         exceeds_float16=True,
     ),
 }

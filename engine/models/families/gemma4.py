@@ -5,28 +5,19 @@ write `per_layer_config` in place of the keys for layers of full attention.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from penstock.engine.files.json_file import Fields, shown_json
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.families.outline import Design, Head, Ropes
-from penstock.engine.models.parts.attention.config import HeadNorms
-from penstock.engine.models.parts.attention.rope import RopeSettings
-from penstock.engine.models.parts.attention.windows import (
-    FULL,
-    SLIDING,
-    Windows,
-    by_layer_types,
-    every,
-)
+from penstock.engine.models.families.outline import Design, Ropes, ropes_by_kind
+from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, full_every
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
-from penstock.engine.models.parts.tensors import NormKind
 
 UNIFIED_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2304,
@@ -61,7 +52,7 @@ _ROPES = {
 }
 
 
-def design(fields: Fields) -> Design:
+def read(fields: Fields, design: Design) -> Design:
     """See `Family`."""
     if fields.text("use_bidirectional_attention") not in (None, "vision"):
         raise InvalidModel(
@@ -69,66 +60,55 @@ def design(fields: Fields) -> Design:
             f"{shown_json(fields.get('use_bidirectional_attention'))}, so text tokens also attend "
             "to later ones, which is not supported; use a model with causal attention"
         )
-    has_bias = fields.flag("attention_bias")
     num_layers = fields.count("num_hidden_layers")
+    softcap = fields.get("final_logit_softcapping")
+    return replace(
+        design,
+        by_layer=_by_layer(fields, num_layers),
+        experts=_experts(fields),
+        per_layer_inputs=_per_layer_inputs(fields, num_layers),
+        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
+        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
+    )
+
+
+def _by_layer(fields: Fields, num_layers: int) -> Callable[[int, Layer], Layer]:
+    """Returns what layers of full attention have of their own, and those that share keys."""
     first_shared = num_layers - fields.count("num_kv_shared_layers", default=0, least=0)
     _check_sources(fields, num_layers, num_layers - first_shared)
-    full_heads = _full_heads(fields, num_layers)
-    keys_are_values = fields.flag("attention_k_eq_v")
+    full: dict[str, Any] = {"has_values": not fields.flag("attention_k_eq_v")}
+    if (heads := _full_heads(fields, num_layers)) is not None:
+        full |= {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        full["kv_heads_key"] = "num_global_key_value_heads"
     are_wide = fields.flag("use_double_wide_mlp")
 
     def by_layer(index: int, layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
         assert attention is not None and mlp is not None, index
         if attention.window is None:
-            attention = replace(attention, has_values=not keys_are_values)
-            if full_heads is not None:
-                attention = replace(
-                    attention,
-                    num_kv_heads=full_heads.num_kv_heads,
-                    head_dim=full_heads.head_dim,
-                    kv_heads_key="num_global_key_value_heads",
-                )
+            attention = replace(attention, **full)
         if index >= first_shared:
             attention = replace(attention, has_keys=False)
             mlp = replace(mlp, size=mlp.size * 2) if are_wide else mlp
         return replace(layer, mixer=attention, mlp=mlp)
 
-    softcap = fields.get("final_logit_softcapping")
-    return Design(
-        attention={
-            "qkv_bias": has_bias,
-            "output_bias": has_bias,
-            "head_norms": HeadNorms.EACH,
-            "scale": 1.0,
-            "norms_values": True,
-        },
-        norms={"post": True, "has_scalar": True},
-        norm=NormKind(eps=0.0, is_wide=True),
-        experts=_experts(fields),
-        per_layer_inputs=_per_layer_inputs(fields, num_layers),
-        by_layer=by_layer,
-        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
-        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
-    )
+    return by_layer
 
 
 def windows(fields: Fields, num_layers: int) -> Windows:
     """Leaves the last layer without a window, whatever layer_types has: as transformers."""
-    found = by_layer_types(fields, num_layers, every(num_layers, _PATTERN))
-    return (*found[:-1], None)
+    return (*full_every(_PATTERN, fields, num_layers)[:-1], None)
 
 
-def ropes(fields: Fields, head: Head) -> Ropes:
-    """See `Family`. head: of layers with a window."""
+def ropes(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
+    """See `Family`. head_dim: of layers with a window."""
     if fields.get("rope_parameters") is None:
         fields = Fields(fields.path, {**fields.content, "rope_parameters": _ROPES})
-    settings = RopeSettings(fields)
-    full_heads = _full_heads(fields, len(head.windows))
-    full = settings.by_kind(FULL, full_heads.head_dim if full_heads else head.dim, 10_000.0)
-    local = settings.by_kind(SLIDING, head.dim, 10_000.0)
-    by_layer = tuple(full if each is None else local for each in head.windows)
-    return Ropes(rope=full, by_layer=by_layer)
+    heads = _full_heads(fields, len(windows))
+    full_head_dim = None if heads is None else heads.head_dim
+    return ropes_by_kind(
+        fields, head_dim, windows, local_theta=10_000.0, full_head_dim=full_head_dim
+    )
 
 
 def _check_sources(fields: Fields, num_layers: int, num_shared: int) -> None:
@@ -162,7 +142,7 @@ def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
             num = fields.count("num_global_key_value_heads", default=num, most=_MAX_HEADS)
         heads = KVHeads(num, fields.count("global_head_dim", _FULL_HEAD_DIM, most=_MAX_HEAD_DIM))
     else:
-        heads = _by_layer(fields, num_layers, default)
+        heads = _heads_by_layer(fields, num_layers, default)
     for key in ("global_head_dim", "num_global_key_value_heads"):  # without an effect, if unread
         fields.get(key)
     num_heads = fields.count("num_attention_heads")
@@ -179,7 +159,7 @@ def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
     return None if heads == default else heads
 
 
-def _by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHeads:
+def _heads_by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHeads:
     """From per_layer_config: by a layer's number, the keys in which it differs."""
     expected = {i for i, each in enumerate(windows(fields, num_layers)) if each is None}
     content = fields.mapping("per_layer_config")

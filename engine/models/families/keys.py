@@ -83,7 +83,7 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
 
 
 def check_keys(
-    fields: Fields, understood: frozenset[str], *, head_dim: int, has_encoders: bool
+    fields: Fields, understood: frozenset[str], head_dim: int, *, has_encoders: bool
 ) -> None:
     """Refuses a key that nothing has asked for and that may change the answer.
 

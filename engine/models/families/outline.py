@@ -1,5 +1,5 @@
-"""From config.json to a list of layers: `Design` is in what a family's layers differ from Llama's,
-`Outline` what config.json says of every family's. Imports no tensors."""
+"""From config.json to a list of layers: `Family` is a row of the table of families, `Design` the
+layers of one, and `Outline` reads what config.json says of every family's. Imports no tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,8 +8,8 @@ from typing import Any
 from penstock.engine.files.json_file import Fields, is_number
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.attention.config import Attention
-from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings
-from penstock.engine.models.parts.attention.windows import Windows, no_window
+from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings, check_neutral
+from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, no_window
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP, Activation
@@ -25,21 +25,26 @@ _MAX_VOCABULARY = 2**24
 
 Settings = Mapping[str, Any]
 _NORM = NormKind(eps=0.0)
+# The fields of attention, and of the MLP, that keys of config.json set.
+ATTENTION_BIASES = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_MLP_BIASES = {"has_bias": "mlp_bias"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """In what the layers of a family differ from Llama's, by config.json.
+    """In what the layers of a family differ from Llama's.
 
-    attention, mlp, norms: fields of these parts, the same in all layers. experts: what layers have
-    in place of an MLP, or beside it; which ones, is have_experts, None for all. mixers: for each
-    layer what it has in place of attention, or None; empty where all have attention.
-    per_layer_inputs: None without. by_layer: gives a layer as it is, from its number and what it
-    would be. norm: without its eps, where config.json has that.
+    attention, norms: fields of these parts, the same in all layers. attention_flags, mlp_flags:
+    further fields, with the keys of config.json that set them. experts: what layers have in place
+    of an MLP, or beside it; which ones, is have_experts, None for all. mixers: for each layer what
+    it has in place of attention, or None; empty where all have attention. per_layer_inputs: None
+    without. by_layer: gives a layer as it is, from its number and what it would be. norm: without
+    its eps, where config.json has that.
     """
 
     attention: Settings = field(default_factory=dict)
-    mlp: Settings = field(default_factory=dict)
+    attention_flags: Mapping[str, str] = field(default_factory=ATTENTION_BIASES.copy)
+    mlp_flags: Mapping[str, str] = field(default_factory=_MLP_BIASES.copy)
     norms: Settings = field(default_factory=dict)
     norm: NormKind = _NORM
     experts: Experts | None = None
@@ -59,14 +64,6 @@ class Design:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """The rotation of a layer's heads depends on this besides its settings."""
-
-    dim: int
-    windows: Windows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ropes:
     """The rotary positions of a model. rope: of layers without others. by_layer: None for one
     without any; empty where all have `rope`. attention: fields that they imply."""
@@ -76,32 +73,42 @@ class Ropes:
     attention: Settings = field(default_factory=dict)
 
 
-def one_rope(fields: Fields, head: Head) -> Ropes:
-    return Ropes(rope=RopeSettings(fields).for_all_layers(head.dim))
+def one_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
+    return Ropes(rope=RopeSettings(fields).for_all_layers(head_dim))
 
 
-def llama(fields: Fields) -> Design:
-    """Llama's layers, with the biases that config.json names."""
-    has_bias = fields.flag("attention_bias")
-    return Design(
-        attention={"qkv_bias": has_bias, "output_bias": has_bias},
-        mlp={"has_bias": fields.flag("mlp_bias")},
-    )
+def ropes_by_kind(
+    fields: Fields,
+    head_dim: int,
+    windows: Windows,
+    *,
+    local_theta: float | None = None,
+    full_head_dim: int | None = None,
+) -> Ropes:
+    """Reads those of layers with a window, and of layers without. local_theta: of the former, where
+    config.json does not say it; None for that of all. full_head_dim: of the latter."""
+    settings = RopeSettings(fields)
+    local_theta = fields.number("rope_theta") if local_theta is None else local_theta
+    full = settings.by_kind(FULL, full_head_dim or head_dim, local_theta)
+    local = settings.by_kind(SLIDING, head_dim, local_theta)
+    return Ropes(rope=full, by_layer=tuple(full if each is None else local for each in windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """architecture: its class in transformers. design, ropes, windows: read config.json; the keys
-    that they ask it for are understood. defaults: of keys that config.json may lack,
-    where they are not Llama's. computes: keys of `rope_parameters` that it understands and others
-    do not. without_effect: keys that change the answer in other families alone. has_fused_names:
-    whether q, k, v, and gate, up, are one tensor each. exceeds_float16: whether activations of its
-    models are larger than what float16 holds.
+    """architecture: its class in transformers. design: what is so in all its models. read: adds to
+    it what config.json says; the keys that it and ropes and windows ask for are understood. ropes:
+    gets the size of a head and all windows. windows: gets the number of layers. defaults: of keys
+    that config.json may lack, where they are not Llama's. computes: keys of `rope_parameters` that
+    it understands and others do not. without_effect: keys that change the answer in other families
+    alone. has_fused_names: whether q, k, v, and gate, up, are one tensor each. exceeds_float16:
+    whether activations of its models are larger than what float16 holds.
     """
 
     architecture: str
-    design: Callable[[Fields], Design] = llama
-    ropes: Callable[[Fields, Head], Ropes] = one_rope
+    design: Design = field(default_factory=Design)
+    read: Callable[[Fields, Design], Design] = lambda fields, design: design
+    ropes: Callable[[Fields, int, Windows], Ropes] = one_rope
     windows: Callable[[Fields, int], Windows] = no_window
     activation: str = "silu"
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -111,43 +118,31 @@ class Family:
     exceeds_float16: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """Holds the settings of config.json that layers of every family have."""
+    """Holds the settings of config.json that layers of every family have, and their design.
+    sizes: of the embedding and the head."""
 
-    fields: Fields
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def read(cls, fields: Fields, family: Family) -> "Outline":
+    def __init__(self, fields: Fields, family: Family) -> None:
         """Raises InvalidModel."""
-        num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
-        num_heads = fields.count("num_attention_heads", most=_MAX_HEADS)
-        num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=_MAX_HEADS)
-        hidden_size = fields.count("hidden_size", most=MAX_WIDTH)
-        head_dim = fields.count("head_dim", default=hidden_size // num_heads, most=_MAX_HEAD_DIM)
-        return cls(
-            fields=fields,
-            hidden_size=hidden_size,
-            vocab_size=fields.count("vocab_size", most=_MAX_VOCABULARY),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-        )
+        self.fields, self._family = fields, family
+        self._num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
+        self._num_heads = heads = fields.count("num_attention_heads", most=_MAX_HEADS)
+        self._num_kv_heads = fields.count("num_key_value_heads", default=heads, most=_MAX_HEADS)
+        self._hidden_size = hidden = fields.count("hidden_size", most=MAX_WIDTH)
+        self.head_dim = fields.count("head_dim", default=hidden // heads, most=_MAX_HEAD_DIM)
+        vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
+        self.sizes = {"hidden_size": hidden, "vocab_size": vocab_size}
+        check_neutral(fields, family.computes)
+        self._check_heads()
+        self.design = family.read(fields, family.design)
 
-    def check(self) -> None:
+    def _check_heads(self) -> None:
         """Raises InvalidModel."""
         path = self.fields.path
-        if self.num_heads % self.num_kv_heads:
+        if self._num_heads % self._num_kv_heads:
             raise InvalidModel(
-                f"{path}: num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
+                f"{path}: num_attention_heads ({self._num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self._num_kv_heads})"
             )
         if self.head_dim % 2:
             raise InvalidModel(
@@ -155,29 +150,18 @@ class Outline:
                 "rotate pairs of dimensions"
             )
 
-    def layers(self, design: Design, family: Family) -> tuple[tuple[Layer, ...], RopeConfig]:
+    def layers(self) -> tuple[tuple[Layer, ...], RopeConfig]:
         """The layers, and the rotary positions that the longest sequence follows from."""
-        windows = family.windows(self.fields, self.num_layers)
-        ropes = family.ropes(self.fields, Head(dim=self.head_dim, windows=windows))
-        layer_ropes = ropes.by_layer or (ropes.rope,) * self.num_layers
-        mixers = design.mixers or (None,) * self.num_layers
-        settings = {**ropes.attention, **design.attention}
-        if is_number(settings.get("scale"), self.head_dim**-0.5):
-            del settings["scale"]
-        attention = Attention(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            window=None,
-            rope=None,
-            is_fused=family.has_fused_names,
-            **settings,
-        )
-        plain = self._plain_layer(design, family, attention)
+        design, family, num_layers = self.design, self._family, self._num_layers
+        windows = family.windows(self.fields, num_layers)
+        ropes = family.ropes(self.fields, self.head_dim, windows)
+        layer_ropes = ropes.by_layer or (ropes.rope,) * num_layers
+        mixers = design.mixers or (None,) * num_layers
+        attention = self._attention(ropes.attention)
+        plain = self._plain_layer(attention)
         kinds: dict[Layer, Layer] = {}  # equal layers are one object
         layers = []
-        for index in range(self.num_layers):
+        for index in range(num_layers):
             own = replace(attention, window=windows[index], rope=layer_ropes[index])
             layer = replace(plain, mixer=mixers[index] or own)
             if design.has_experts(index):
@@ -187,20 +171,41 @@ class Outline:
             layers.append(kinds.setdefault(layer, layer))
         return tuple(layers), ropes.rope
 
-    def _plain_layer(self, design: Design, family: Family, attention: Attention) -> Layer:
+    def _attention(self, implied: Settings) -> Attention:
+        """Attention without a window and rotary positions. implied: fields by the latter."""
+        design = self.design
+        settings = {**implied, **self._flags(design.attention_flags), **design.attention}
+        if is_number(settings.get("scale"), self.head_dim**-0.5):
+            del settings["scale"]
+        return Attention(
+            hidden_size=self._hidden_size,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self.head_dim,
+            window=None,
+            rope=None,
+            is_fused=self._family.has_fused_names,
+            **settings,
+        )
+
+    def _plain_layer(self, attention: Attention) -> Layer:
         """A layer without experts. It has no MLP where none has one, and config.json gives no size
         of it."""
-        own, mlp, fields = None, None, self.fields
+        own, mlp, fields, design = None, None, self.fields, self.design
         if (inputs := design.per_layer_inputs) is not None:
-            own = PerLayerInput(hidden_size=self.hidden_size, size=inputs.size)
-        have_all = all(map(design.has_experts, range(self.num_layers)))
+            own = PerLayerInput(hidden_size=self._hidden_size, size=inputs.size)
+        flags = self._flags(design.mlp_flags)
+        have_all = all(map(design.has_experts, range(self._num_layers)))
         if not have_all or fields.get("intermediate_size") is not None:
             mlp = MLP(
-                hidden_size=self.hidden_size,
+                hidden_size=self._hidden_size,
                 size=fields.count("intermediate_size", most=MAX_WIDTH),
-                activation=Activation(is_gelu=family.activation == "gelu_tanh"),
-                is_fused=family.has_fused_names,
-                **design.mlp,
+                activation=Activation(is_gelu=self._family.activation == "gelu_tanh"),
+                is_fused=self._family.has_fused_names,
+                **flags,
             )
-        norms = Norms(hidden_size=self.hidden_size, **design.norms)
+        norms = Norms(hidden_size=self._hidden_size, **design.norms)
         return Layer(norms=norms, mixer=attention, mlp=mlp, per_layer_input=own)
+
+    def _flags(self, keys: Mapping[str, str]) -> dict[str, bool]:
+        return {name: self.fields.flag(key) for name, key in keys.items()}

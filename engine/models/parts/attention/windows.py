@@ -43,21 +43,17 @@ def unless_off(fields: Fields, num_layers: int, default: list[str]) -> Windows:
     window = _window(fields)
     if not fields.flag("use_sliding_window"):
         window = None
-    return _of(layer_types(fields, num_layers, default), window)
+    return _by_kind(_layer_types(fields, num_layers, default), window)
 
 
-def by_layer_types(fields: Fields, num_layers: int, default: list[str]) -> Windows:
-    """default: as for `unless_off`."""
+def full_every(interval: int, fields: Fields, num_layers: int) -> Windows:
+    """As layer_types says; without, the last of each `interval` layers attends to all positions."""
+    default = [FULL if (index + 1) % interval == 0 else SLIDING for index in range(num_layers)]
     window = fields.count("sliding_window")
-    return _of(layer_types(fields, num_layers, default), window)
+    return _by_kind(_layer_types(fields, num_layers, default), window)
 
 
-def every(num_layers: int, interval: int) -> list[str]:
-    """The kinds of layers where the last of each `interval` attends to all positions."""
-    return [FULL if (index + 1) % interval == 0 else SLIDING for index in range(num_layers)]
-
-
-def layer_types(fields: Fields, num_layers: int, default: list[str]) -> list[str]:
+def _layer_types(fields: Fields, num_layers: int, default: list[str]) -> list[str]:
     """Raises InvalidModel unless it is one kind for each layer."""
     kinds = fields.names("layer_types") or default
     if len(kinds) != num_layers or not set(kinds) <= {SLIDING, FULL}:
@@ -68,7 +64,7 @@ def layer_types(fields: Fields, num_layers: int, default: list[str]) -> list[str
     return kinds
 
 
-def _of(kinds: list[str], window: int | None) -> Windows:
+def _by_kind(kinds: list[str], window: int | None) -> Windows:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
