@@ -24,10 +24,8 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.api import (
     handover,
     health,
-    lora,
     models,
     openapi,
-    openapi_page,
     page,
     tokenize,
 )
@@ -90,11 +88,9 @@ def build_app(service: Service) -> FastAPI:
         embeddings,
         tokenize,
         handover,
-        lora,
         models,
         health,
         openapi,
-        openapi_page,
     ):
         app.include_router(module.router)
     if service.config.server.has_page:

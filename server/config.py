@@ -3,6 +3,7 @@
 It knows the settings and their limits, not the packages that use them.
 """
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -144,3 +145,13 @@ class ServeConfig:
                 raise InvalidConfig(
                     f"--lora-modules has an adapter {source.name!r}, which is a name of the model"
                 )
+
+
+_NEEDED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+
+
+def bare_environment() -> dict[str, str]:
+    """Returns no more than the interpreter needs to run a module of this package. Processes that
+    work on what a client has sent get it: keys and tokens of the server are none of it."""
+    needed = {name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ}
+    return needed | {"PYTHONPATH": str(Path(__file__).parents[2])}

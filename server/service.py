@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -14,32 +15,33 @@ from penstock.engine.client import (
     EngineConfig,
     EngineState,
     LoadProgress,
+    LogFormat,
     OutputStream,
     StepReport,
     is_gguf,
+    say,
 )
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request
-from penstock.server.announcement import announce_failure, announce_ready, url_of
-from penstock.server.config import DuringRestart, MetricsAlias, ServeConfig
+from penstock.server.config import DuringRestart, MetricsAlias, ServeConfig, ServerConfig
 from penstock.server.errors import ModelNotFound, NotServing
-from penstock.server.loading import (
-    download_weights,
-    find_model,
-    load_model,
-    read_prompt_files,
-)
 from penstock.server.observability.activity import Activity
 from penstock.server.observability.metrics import Metrics
+from penstock.server.observability.predictions import StepRecord
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_log import EndedRequest, RequestLog, request_entry
-from penstock.server.observability.step_record import StepRecord
 from penstock.server.observability.tracing import Tracer
 from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.observability.version import version
 from penstock.server.output.generation import Generation
 from penstock.server.output.generation_request import GenerationRequest
-from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.model import (
+    ServedModel,
+    download_weights,
+    find_model,
+    load_model,
+    read_prompt_files,
+)
 
 logger = logging.getLogger("penstock")
 
@@ -155,11 +157,11 @@ class Service:
                 "penstock %s loads %s; until it is ready, %s answers with status 503",
                 version(),
                 self.config.engine.model,
-                url_of(self.config.server),
+                _url_of(self.config.server),
             )
             async with self._progress.shown():
                 engine = await self._load()
-            announce_ready(self.config.server, self.model)
+            _announce_ready(self.config.server, self.model)
             activity = asyncio.create_task(Activity(self.metrics, self.model.info).run())
             try:
                 why = await engine.wait_dead()
@@ -367,7 +369,7 @@ class Service:
             return  # a signal ended it before it could start
         self._state = State.DEAD
         try:
-            announce_failure(self.config.server, message)
+            _announce_failure(self.config.server, message)
             await self._until_idle(_LAST_WORDS_S)
             await self.close()
         finally:
@@ -391,3 +393,40 @@ def _traffic_record(config: ServeConfig) -> TrafficRecord | None:
 
 def _requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count} requests"
+
+
+def _url_of(server: ServerConfig) -> str:
+    """Where this machine reaches it."""
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+    scheme = "https" if server.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+
+
+def _announce_ready(server: ServerConfig, model: ServedModel) -> None:
+    url = _url_of(server)
+    what = (
+        f"penstock serves {model.name} ({model.info.architecture}, {model.info.dtype}, "
+        f"{model.info.device}, context {model.info.max_model_len}) on {url}"
+    )
+    if server.log_format is LogFormat.JSON:
+        logger.info("%s", what)
+        return
+    # No secret in a log.
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
+    path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
+    if model.encoder.template_source is not None:
+        path = "/v1/chat/completions"
+        body = '"messages": [{"role": "user", "content": "Who are you?"}]'
+    say(
+        f"{what}\n\n"
+        f"  curl {url}{path} {key}-H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model.name}", {body}}}\'\n',
+        sys.stdout,
+    )
+
+
+def _announce_failure(server: ServerConfig, message: str) -> None:
+    if server.log_format is LogFormat.JSON:
+        logger.error("%s", message)
+    else:
+        say(f"penstock: error: {message}", sys.stderr)

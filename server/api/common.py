@@ -3,17 +3,19 @@
 import asyncio
 import gc
 import hmac
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from penstock.server.api.targets import RequestTargets, targets_of
-from penstock.server.errors import InvalidApiKey
+from penstock.scheduler.config import SchedulerConfig
+from penstock.server.errors import InvalidApiKey, InvalidRequest
 from penstock.server.http.access import TENANT
 from penstock.server.http.body import BodyMemory, read_body
 from penstock.server.http.disconnect import (
@@ -26,6 +28,9 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.service import Service
 
 _LONG_BODY_BYTES = 1 << 16
+# The names that gateways use for a request's own targets.
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
 
 
 class NamesModel(Protocol):
@@ -36,6 +41,15 @@ class NamesModel(Protocol):
 Fields = TypeVar("Fields", bound=NamesModel)
 Result = TypeVar("Result")
 Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
+
+
+class RequestTargets(NamedTuple):
+    """In seconds; None without a target. ttft_s, tpot_s: the request's own, or the server's.
+    own_itl_s: the request's alone, to which steps are fitted while it runs."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    own_itl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +145,33 @@ async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Respons
 
 def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def targets_of(headers: Headers, config: SchedulerConfig) -> RequestTargets:
+    """A client may ask for slower steps than the server's target, and for faster ones only where
+    the server has none: its streams are not to slow the prompts of others more than the operator
+    wants. Raises InvalidRequest."""
+    ttft_s, tpot_s = _seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER)
+    own_itl_s = tpot_s
+    if tpot_s is not None and config.itl_target_s is not None:
+        own_itl_s = max(tpot_s, config.itl_target_s)
+    return RequestTargets(
+        ttft_s=config.ttft_target_s if ttft_s is None else ttft_s,
+        tpot_s=config.itl_target_s if tpot_s is None else tpot_s,
+        own_itl_s=own_itl_s,
+    )
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequest(
+            f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0", param=name
+        )
+    return milliseconds / 1e3

@@ -2,16 +2,21 @@
 
 Routes read raw bytes, because a refusal has to be OpenAI's error object with a sentence; so FastAPI
 knows nothing of their fields, and what it would guess of answers and errors is not true. This
-table is.
+table is. `/docs` (Swagger UI) and `/redoc` (ReDoc) show it without any other server: their scripts
+come with the package fastapi-offline. The pages' headers forbid the browser to load anything from
+elsewhere and to run inline scripts.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.server.api.common import json_response
@@ -225,3 +230,82 @@ def _is_ours(path: str, method: str) -> bool:
     """The table is of POST where there is a body, else of GET."""
     operation = _OPERATIONS.get(path)
     return operation is not None and method == ("post" if operation.bodies else "get")
+
+
+# URLs are relative, so that a --root-path need not be known.
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Penstock API</title>
+<link rel="icon" href="data:,">
+{head}</head>
+<body>
+{body}</body>
+</html>
+"""
+_PAGES = {
+    "docs": _PAGE.format(
+        head='<link rel="stylesheet" href="docs/swagger-ui.css">\n',
+        body='<div id="swagger-ui"></div>\n<script src="docs/swagger-ui-bundle.js"></script>\n'
+        '<script src="docs/start-swagger.js"></script>\n',
+    ),
+    "redoc": _PAGE.format(
+        head="",
+        body='<div id="redoc"></div>\n<script src="docs/redoc.standalone.js"></script>\n'
+        '<script src="docs/start-redoc.js"></script>\n',
+    ),
+}
+_STARTS = {
+    "start-swagger.js": 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui"});\n',
+    "start-redoc.js": 'Redoc.init("openapi.json", {}, document.getElementById("redoc"));\n',
+}
+_PACKAGED = ("swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
+_MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+# As of the page at `/`, but for trusted types, and for what one of the two needs: both insert
+# pictures of their own; ReDoc inserts styles too, and searches in a worker.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'{styles}; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'{workers}"
+)
+_POLICIES = {
+    "docs": _POLICY.format(styles="", workers=""),
+    "redoc": _POLICY.format(styles=" 'unsafe-inline'", workers="; worker-src blob:"),
+}
+_HEADERS = {
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@router.get("/docs")
+async def swagger() -> Response:
+    return _page("docs")
+
+
+@router.get("/redoc")
+async def redoc() -> Response:
+    return _page("redoc")
+
+
+@router.get("/docs/{name}")
+async def asset(name: str) -> Response:
+    """Raises HTTPException for unknown names."""
+    if name not in (*_PACKAGED, *_STARTS):
+        raise HTTPException(404)
+    headers = {**_HEADERS, "cache-control": "no-cache"}
+    return Response(_content(name), headers=headers, media_type=_MEDIA_TYPES[name.split(".")[-1]])
+
+
+def _page(name: str) -> Response:
+    headers = {**_HEADERS, "content-security-policy": _POLICIES[name]}
+    return Response(_PAGES[name], headers=headers, media_type="text/html; charset=utf-8")
+
+
+@cache
+def _content(name: str) -> bytes:
+    if name in _STARTS:
+        return _STARTS[name].encode()
+    return (files("fastapi_offline") / "static" / name).read_bytes()

@@ -15,15 +15,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
 from penstock.scheduler.types import RequestId, Started
-from penstock.server.observability.exposition import Renderer, counter, gauge
-from penstock.server.observability.families import (
-    adapter_metrics,
-    group_metrics,
-    quantization_metrics,
-    tier_metrics,
-    utilization,
-)
-from penstock.server.observability.histograms import (
+from penstock.server.observability.exposition import (
     LENGTHS,
     OCCURRENCES,
     REQUEST_SECONDS,
@@ -32,6 +24,16 @@ from penstock.server.observability.histograms import (
     Gaps,
     Histogram,
     HistogramFamily,
+    Renderer,
+    counter,
+    gauge,
+)
+from penstock.server.observability.families import (
+    adapter_metrics,
+    group_metrics,
+    quantization_metrics,
+    tier_metrics,
+    utilization,
 )
 from penstock.server.observability.predictions import Predictions
 from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals

@@ -17,8 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.samples import Sample
 
 from penstock.engine.client import ModelInfo
-from penstock.server.observability.exposition import with_samples
-from penstock.server.observability.histograms import HistogramFamily
+from penstock.server.observability.exposition import HistogramFamily, with_samples
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {

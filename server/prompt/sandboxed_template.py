@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.server.bare_environment import bare_environment
+from penstock.server.config import bare_environment
 from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 
 MAX_TEMPLATE_CHARS = 1 << 16

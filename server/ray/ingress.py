@@ -11,9 +11,9 @@ from starlette.types import ASGIApp
 
 from penstock.engine.client import configure_logs
 from penstock.server.config import ServeConfig
-from penstock.server.loading import find_model, read_prompt_files
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_log import request_id
+from penstock.server.prompt.model import find_model, read_prompt_files
 from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.ray.prompt_key import body_digests, conversation_digests
 from penstock.server.ray.request_router import Prompt

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.engine.client import BadGrammar, LoadFormat, ModelInfo
-from penstock.server.bare_environment import bare_environment
+from penstock.server.config import bare_environment
 from penstock.server.errors import GrammarQueueFull
 from penstock.server.structured.fair_turns import FairTurns, NoTurn
 

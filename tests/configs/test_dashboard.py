@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.server.observability.histograms import REQUEST_SECONDS, STEP_SECONDS
+from penstock.server.observability.exposition import REQUEST_SECONDS, STEP_SECONDS
 from tests.ops.dashboard.build import TPOT_LIMITS, TTFT_LIMITS, build
 from tests.ops.dashboard.panels import COLUMNS
 from tests.support.paths import ROOT

@@ -14,8 +14,13 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from penstock.server.observability.exposition import Renderer
-from penstock.server.observability.histograms import STEP_SECONDS, Gaps, Histogram, HistogramFamily
+from penstock.server.observability.exposition import (
+    STEP_SECONDS,
+    Gaps,
+    Histogram,
+    HistogramFamily,
+    Renderer,
+)
 from penstock.server.observability.metrics import Metrics
 from tests.support.known_hardware import on_known_hardware
 
