@@ -6,10 +6,10 @@ import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
 from penstock.engine.kernels.attention.flash import FlashAttention
+from penstock.engine.kernels.attention.gathered import TorchAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.attention.protocol import DeviceAttention
 from penstock.engine.kernels.attention.shape import AttentionShape
-from penstock.engine.kernels.attention.torch_attention import TorchAttention
 from penstock.scheduler.errors import InvalidConfig
 
 

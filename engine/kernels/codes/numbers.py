@@ -1,12 +1,18 @@
-"""What codes stand for, in registers."""
+"""The numbers of a weight's codes, see `CodedWeight`: in registers, with the scales and zeros of
+their groups, and in memory."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
+
+from penstock.engine.kernels.codes.weight import CodedWeight
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
+from penstock.engine.kernels.sizes import ceil_div
 
 # The interpreter has no assembler.
 _HAS_ASSEMBLER = tl.constexpr(not knobs.runtime.interpret)
-# Of four bytes, what their low halves stand for, two to a register, and then their high halves.
+# Four bytes become the numbers of their low halves, two to a register, and then of the high ones.
 _HALVES = tl.constexpr("=r,=r,=r,=r,r")
 
 
@@ -42,7 +48,7 @@ def _differences(kind):
 
 @triton.constexpr_function
 def _lookups(levels, kind):
-    """Of each half, the level's first and second byte, from a table of 16 bytes each.
+    """Looks up each half's level, its first and second byte in a table of 16 bytes each.
 
     prmt picks four bytes of eight by three bits each; the fourth picks of two such results.
     """
@@ -88,7 +94,7 @@ def unpacking(levels, kind):
 
 @triton.jit
 def _halves(codes, kind: tl.constexpr, LEVELS: tl.constexpr):
-    """What the low and the high halves of bytes stand for, without zeros, in the type `kind`."""
+    """Makes numbers of the low and the high halves of bytes, without zeros, in the type `kind`."""
     if _HAS_ASSEMBLER and kind == tl.bfloat16:
         of_bf16: tl.constexpr = unpacking(LEVELS, "bf16")
         low, high = tl.inline_asm_elementwise(
@@ -107,7 +113,7 @@ def _halves(codes, kind: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _number(code, LEVELS: tl.constexpr):
-    """What a code of 4 bits stands for, without zeros: an int8."""
+    """Makes an int8 of a code of 4 bits, without zeros."""
     if LEVELS is None:
         number = code.to(tl.int8) - 8
     else:
@@ -118,7 +124,7 @@ def _number(code, LEVELS: tl.constexpr):
     return number
 
 
-# Of four bytes, two numbers to a register.
+# Four bytes become numbers, two to a register.
 _BYTES = tl.constexpr("=r,=r,r")
 
 
@@ -149,7 +155,7 @@ def widening(kind):
 
 @triton.jit
 def _whole(codes, kind: tl.constexpr):
-    """What codes of 8 bits stand for, without zeros, in the type `kind`: see `CodedWeight`."""
+    """Makes numbers of codes of 8 bits, without zeros, in the type `kind`: see `CodedWeight`."""
     if codes.dtype == tl.int8:
         numbers = codes.to(kind)
     elif _HAS_ASSEMBLER and kind == tl.bfloat16:
@@ -171,11 +177,118 @@ def _whole(codes, kind: tl.constexpr):
 
 @triton.jit
 def numbers(codes, kind: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """What the low and the high halves of bytes stand for, without zeros, in the type `kind`: the
-    same number of codes of 8 bits."""
+    """Makes numbers of the low and the high halves of bytes, without zeros, in the type `kind`: the
+    same number twice of codes of 8 bits."""
     if BITS == 8:
         low = _whole(codes, kind)
         high = low
     else:
         low, high = _halves(codes, kind, LEVELS)
     return low, high
+
+
+@triton.jit
+def load_groups(
+    table, stride, column, columns, output, is_output,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Scales or zeros, (runs, outputs), of the groups that have `column`, and where bytes have
+    codes of two groups, of the other. column: (runs,), of the first code of each run."""
+    mask = is_output[None, :] & (column < columns)[:, None]
+    if table.dtype.element_ty == tl.int32:
+        pair = (column // (2 * GROUP_SIZE)).to(tl.int64)
+        both = tl.load(table + pair[:, None] * stride + output[None, :], mask=mask, other=0)
+        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        group = (column // GROUP_SIZE).to(tl.int64)
+        low = tl.load(table + group[:, None] * stride + output[None, :], mask=mask, other=0.0)
+        high = low
+        if BITS == 4 and GROUP_SIZE % (2 * RUN) != 0:
+            group = ((column + RUN) // GROUP_SIZE).to(tl.int64)
+            mask = is_output[None, :] & (column + RUN < columns)[:, None]
+            high = tl.load(table + group[:, None] * stride + output[None, :], mask=mask, other=0.0)
+    return low, high
+
+
+@triton.jit
+def scaled_numbers(
+    w, byte, scales, zeros, stride, columns, output, is_output, kind: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr,
+    RUN: tl.constexpr,
+):  # fmt: skip
+    """The weights of w, (outputs, size) bytes of which the first is `byte`, a multiple of RUN: of
+    the type `kind`, those of low halves and those of high ones, which are the same of 8 bits.
+
+    They are rounded once, from float32, as weights that are dequantized. HAS_SCALES: else not
+    multiplied.
+    """
+    column = (byte + tl.arange(0, w.shape[1] // RUN) * RUN) * (8 // BITS)
+    low, high = numbers(w, kind, BITS, LEVELS)
+    if zeros is not None:
+        zero, zero_high = load_groups(
+            zeros, stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
+        )
+        low -= _by_byte(zero, RUN).to(kind)
+        if BITS == 4:
+            high -= _by_byte(zero_high, RUN).to(kind)
+    if HAS_SCALES:
+        scale, scale_high = load_groups(
+            scales, stride, column, columns, output, is_output, BITS, GROUP_SIZE, RUN
+        )
+        low = (low.to(tl.float32) * _by_byte(scale, RUN)).to(kind)
+        if BITS == 4:
+            high = (high.to(tl.float32) * _by_byte(scale_high, RUN)).to(kind)
+    return low, high
+
+
+@triton.jit
+def _by_byte(table, RUN: tl.constexpr):
+    """(runs, outputs) as (outputs, runs * RUN)."""
+    RUNS: tl.constexpr = table.shape[0]
+    OUTPUTS: tl.constexpr = table.shape[1]
+    each = tl.broadcast_to(tl.trans(table)[:, :, None], (OUTPUTS, RUNS, RUN))
+    return tl.reshape(each, (OUTPUTS, RUNS * RUN))
+
+
+# Outputs and bytes of a program.
+_OUTPUTS, _SIZE = 16, 128
+
+
+def dequantize(weight: CodedWeight, first: int, out: Tensor) -> None:
+    """Writes rows [first, first + len(out)) of W to `out`: (rows, columns) of the model's type."""
+    rows, columns = out.shape
+    row_bytes = weight.codes.shape[1]
+    _dequantize[(ceil_div(row_bytes, _SIZE), ceil_div(rows, _OUTPUTS))](
+        weight.codes, weight.scales, weight.zeros, out, first, rows, columns, row_bytes,
+        weight.scales.shape[1],
+        **weight.constants, OUTPUTS=_OUTPUTS, SIZE=_SIZE, num_warps=4, **overlapped(),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _dequantize(
+    codes, scales, zeros, out, first, rows, columns, row_bytes, scale_stride,
+    BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+    OUTPUTS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SIZE bytes of OUTPUTS rows."""
+    wait_for_kernels_before(PDL)
+    row = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row = row < rows
+    start = tl.program_id(0) * SIZE
+    byte = start + tl.arange(0, SIZE)
+    mask = is_row[:, None] & (byte < row_bytes)[None, :]
+    where = (first + row).to(tl.int64)[:, None] * row_bytes + byte[None, :]
+    w = tl.load(codes + where, mask=mask, other=0)
+    low, high = scaled_numbers(
+        w, start, scales, zeros, scale_stride, columns, first + row, is_row, out.dtype.element_ty,
+        True, BITS, GROUP_SIZE, LEVELS, RUN,
+    )  # fmt: skip
+    target = out + row.to(tl.int64)[:, None] * columns
+    column = byte
+    if BITS == 4:
+        column = byte // RUN * (2 * RUN) + byte % RUN
+        beyond = is_row[:, None] & (column + RUN < columns)[None, :]
+        tl.store(target + column[None, :] + RUN, high, mask=beyond)
+    tl.store(target + column[None, :], low, mask=is_row[:, None] & (column < columns)[None, :])

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.codes.groups import load_groups
-from penstock.engine.kernels.codes.numbers import numbers
+from penstock.engine.kernels.codes.numbers import load_groups, numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import (

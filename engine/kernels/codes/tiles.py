@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.codes.groups import scaled_numbers
+from penstock.engine.kernels.codes.numbers import scaled_numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import add_up
 from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
 
-# What Hopper's matrix units multiply at once has so many outputs for each four warps.
+# Hopper's matrix units multiply so many outputs at once for each four warps.
 _OUTPUTS = 64
 # Rows of a tile; a kernel is compiled for each number.
 TILE_ROWS = (32, 64, 128, 256)

@@ -35,7 +35,7 @@ class CodedWeight:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels know of it when they are compiled."""
+        """Kernels are compiled for these."""
         return {
             "BITS": self.bits,
             "GROUP_SIZE": self.group_size,

@@ -6,7 +6,19 @@ import triton.language as tl
 from penstock.engine.kernels.launch import wait_for_kernels_before
 from penstock.engine.kernels.sample.rows import (
     CHUNK,
+    FLAGS,
+    HAS_MIN_P,
+    HAS_TOP_K,
+    HAS_TOP_P,
+    INVALID,
+    INVERSE_TEMPERATURE,
+    IS_FILTERED,
+    MAX_Z,
     NO_ID,
+    TOP_K,
+    TOP_P,
+    WORDS,
+    emit,
     first_of_best,
     is_valid,
     load_float,
@@ -14,19 +26,6 @@ from penstock.engine.kernels.sample.rows import (
     race_score,
     row_key,
     row_peak,
-)
-from penstock.engine.kernels.sample.scan import INVALID, emit
-from penstock.engine.kernels.sample.words import (
-    FLAGS,
-    HAS_MIN_P,
-    HAS_TOP_K,
-    HAS_TOP_P,
-    INVERSE_TEMPERATURE,
-    IS_FILTERED,
-    MAX_Z,
-    TOP_K,
-    TOP_P,
-    WORDS,
 )
 
 # For `_select`, which has one program per row.

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped
 from penstock.engine.kernels.sample.filters import BUCKETS, _coarse, _gather, _select
-from penstock.engine.kernels.sample.rows import CHUNK
-from penstock.engine.kernels.sample.scan import _finish, _scan
-from penstock.engine.kernels.sample.words import (
+from penstock.engine.kernels.sample.rows import (
+    CHUNK,
     FLAGS,
     IS_ADJUSTED,
     IS_FILTERED,
     IS_PENALISED,
     MAX_STOPS,
     WORDS,
+    _finish,
+    _scan,
     _scatter,
     dense_bias,
     encode,

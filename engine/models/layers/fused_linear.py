@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.codes import scaled
-from penstock.engine.kernels.codes.dequantize import dequantize
+from penstock.engine.kernels.codes.numbers import dequantize
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear

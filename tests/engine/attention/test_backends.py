@@ -20,10 +20,10 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
 from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.kernels.attention.flash import FlashAttention
+from penstock.engine.kernels.attention.gathered import TorchAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.attention.protocol import DeviceAttention
 from penstock.engine.kernels.attention.shape import AttentionShape
-from penstock.engine.kernels.attention.torch_attention import TorchAttention
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import ModelInput

@@ -9,8 +9,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.codes.dequantize import dequantize
-from penstock.engine.kernels.codes.numbers import unpacking, widening
+from penstock.engine.kernels.codes.numbers import dequantize, unpacking, widening
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.codes.weight import CodedWeight

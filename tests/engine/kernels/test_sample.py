@@ -19,8 +19,8 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from penstock.engine.kernels.sample import rows as kernels  # noqa: E402
+from penstock.engine.kernels.sample.rows import WORDS, encode  # noqa: E402
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode, can_fuse  # noqa: E402
-from penstock.engine.kernels.sample.words import WORDS, encode  # noqa: E402
 from penstock.engine.sampling.sampler import INVALID_ID, Sampler  # noqa: E402
 from penstock.scheduler.types import SamplingParams  # noqa: E402
 from tests.support.kernels import LOGPROB_TOLERANCE  # noqa: E402

@@ -3,19 +3,28 @@
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.kernels.attention.paged.decode_kernels import _decode, _plan_decode
 from penstock.engine.kernels.attention.paged.tiles import (
     ITEM,
     LOG2_E,
     SMALL_HEAD,
     WorkList,
+    attend,
     shape_constants,
+    sink_scores,
 )
 from penstock.engine.kernels.attention.shape import AttentionShape
-from penstock.engine.kernels.kv_codes import pointers
-from penstock.engine.kernels.launch import overlapped
+from penstock.engine.kernels.kv_codes import (
+    encode,
+    inverse_scale,
+    pointers,
+    scale_of,
+    scale_offsets,
+)
+from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.step.device_step import Rotation
@@ -170,3 +179,291 @@ def _options(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> dict[st
         # Three programs have so many each. Some compilers take more, for the rotation.
         "maxnreg": None if is_large else 168,
     }
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "window", "num_pieces", "at_once"],
+    do_not_specialize_on_alignment=["context_lens", "row_slots"],
+)
+def _plan_decode(
+    context_lens, row_slots, items, first_item, num_rows, window, num_pieces, at_once,
+    LONG: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: pieces of equal length for all rows, about at_once in total, or about num_pieces
+    where they would be longer than LONG."""
+    wait_for_kernels_before(PDL)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    end = tl.load(context_lens + row, mask=is_row, other=0)
+    slot = tl.load(row_slots + row, mask=is_row, other=0)
+    begin = tl.where(window > 0, tl.maximum(end - window, 0) // TILE * TILE, 0)
+    length = end - begin
+    total = tl.sum(length)
+    piece = tl.maximum(tl.cdiv(tl.cdiv(total, num_pieces), TILE) * TILE, TILE)
+    piece = tl.maximum(piece, tl.minimum(tl.cdiv(tl.cdiv(total, at_once), TILE) * TILE, LONG))
+    count = tl.cdiv(length, piece)
+    # The pieces of one row have equal lengths; those of rows with different lengths may differ.
+    step = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    count = tl.cdiv(length, tl.maximum(step, 1))
+    first = tl.cumsum(count) - count
+    tl.store(first_item + row, first, mask=is_row)
+    tl.store(first_item + num_rows, tl.sum(count))
+    for index in range(0, tl.max(count)):
+        has = is_row & (index < count)
+        item = items + (first + index) * 8
+        start = begin + index * step
+        tl.store(item, row, mask=has)
+        tl.store(item + 1, start, mask=has)
+        tl.store(item + 2, tl.minimum(start + step, end), mask=has)
+        tl.store(item + 3, count, mask=has)
+        tl.store(item + 4, first, mask=has)
+        tl.store(item + 5, slot, mask=has)
+        tl.store(item + 6, end, mask=has)
+
+
+@triton.jit
+def _partners(dim, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
+    """The other dimension of each one's pair, which is rotated with it, and the pair's number."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TURNED: tl.constexpr = ROTARY_DIM // 2
+    other = (dim + HALF) % HEAD_DIM
+    pair = dim % HALF
+    if ROTARY_DIM < HEAD_DIM:
+        other = tl.where(dim < ROTARY_DIM, (dim + TURNED) % ROTARY_DIM, dim)
+        pair = tl.where(dim < ROTARY_DIM, dim % TURNED, TURNED)  # that and all after it: no angle
+    return other, pair
+
+
+@triton.jit
+def _inverse_rms(x, dim, eps, HEAD_DIM: tl.constexpr):
+    """A norm without a weight multiplies each head by it, (heads, 1): to the bit as in
+    `_rotate_and_store`, which adds up halves."""
+    left = tl.where(dim < HEAD_DIM // 2, x, 0.0)
+    square = tl.sum(left * left, 1) + tl.sum((x - left) * (x - left), 1)
+    return tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _normed(x, scale, norm, dim, is_dim, kind: tl.constexpr):
+    weight = tl.load(norm + dim, mask=is_dim, other=0.0).to(tl.float32)
+    return ((x * scale).to(norm.dtype.element_ty).to(tl.float32) * weight).to(kind).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    row, first, norm, cos, sin, factor, eps, mask,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Heads of a row of the projection, normed and rotated, to the bit as `_rotate_and_store`
+    computes them where both multiply and add alike.
+
+    first: (heads,) the offset of each head in the row. norm: a weight, or None. cos, sin: those of
+    its position. factor: what the heads are multiplied by, or None.
+    """
+    dim = tl.arange(0, DIMS)[None, :]
+    other, pair = _partners(dim, HEAD_DIM, ROTARY_DIM)
+    x = tl.load(row + (first[:, None] + dim), mask=mask, other=0.0)
+    kind: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    partner = tl.load(row + (first[:, None] + other), mask=mask, other=0.0).to(tl.float32)
+    is_dim = dim < HEAD_DIM
+    if norm is not None:
+        scale = _inverse_rms(x, dim, eps, HEAD_DIM)
+        x = _normed(x, scale, norm, dim, is_dim, kind)
+        partner = _normed(partner, scale, norm, other, is_dim, kind)
+    c = tl.load(cos + pair, mask=is_dim, other=0.0)
+    s = tl.load(sin + pair, mask=is_dim, other=0.0)
+    turned = x * c + partner * tl.where(dim < ROTARY_DIM // 2, -s, s)
+    if factor is not None:
+        turned *= factor
+    rotated = turned.to(kind)
+    if kind == tl.float16:
+        # NaN for what it cannot hold, as in penstock.engine.models.layers.rotary.
+        rotated += rotated - rotated
+    return rotated
+
+
+@triton.jit
+def _coded(x, kind: tl.constexpr):
+    """Codes of heads, (heads, DIMS), and their scales: as `_rotate_and_store` makes them."""
+    x = x.to(tl.float32)
+    peak = tl.max(tl.abs(x), 1)
+    codes = encode(x, inverse_scale(peak, kind)[:, None], kind)
+    return codes, scale_of(peak, tl.sum(x * 0.0, 1), kind)
+
+
+@triton.jit
+def _combine(
+    partial, lse, first, count, kv_head, target,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's query heads of one KV head from its pieces. target: of the row."""
+    dim = tl.arange(0, DIMS)
+    member = tl.arange(0, GROUP_SIZE)
+    head = kv_head * GROUP + member
+    acc = tl.zeros((GROUP_SIZE, DIMS), tl.float32)
+    peak = tl.full((GROUP_SIZE,), -1.0e30, tl.float32)
+    total = tl.zeros((GROUP_SIZE,), tl.float32)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    for start in range(0, count, COMBINED):
+        piece = start + tl.arange(0, COMBINED)
+        is_piece = piece < count
+        at = (first + piece).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
+        mask = is_piece[:, None] & (member < GROUP)[None, :]
+        # Other programs have just written them: they are in L2, not in this multiprocessor's L1.
+        size = tl.load(lse + at, mask=mask, other=-1.0e30, cache_modifier=".cg")
+        source = partial + at[:, :, None] * HEAD_DIM + dim[None, None, :]
+        mixed = tl.load(
+            source, mask=is_piece[:, None, None] & is_there[None, :, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(size, 0))
+        share = tl.exp2(peak - new_peak)
+        weight = tl.exp2(size - new_peak[None, :])
+        acc = acc * share[:, None] + tl.sum(mixed * weight[:, :, None], 0)
+        total = total * share + tl.sum(weight, 0)
+        peak = new_peak
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _store_new(
+    source, row, kv_head, is_last, keys, values, key_scales, value_scales, kv_slots, cos, sin,
+    key_norm, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Makes a row's new key and value of the projection, and stores them where `is_last`."""
+    dim = tl.arange(0, DIMS)
+    is_new = (dim < tl.where(is_last, HEAD_DIM, 0))[None, :]
+    first = tl.zeros((1,), tl.int32) + (NUM_HEADS + kv_head) * HEAD_DIM
+    key = _rotated(source, first, key_norm, cos, sin, None, eps, is_new, HEAD_DIM, ROTARY_DIM, DIMS)
+    place = source + (first + (KV_PARTS - 1) * NUM_KV_HEADS * HEAD_DIM)[:, None]
+    value = tl.load(place + dim[None, :], mask=is_new, other=0.0)
+    if NORMS_VALUES:
+        wide = value.to(tl.float32)
+        value = (wide * _inverse_rms(wide, dim[None, :], eps, HEAD_DIM)).to(value.dtype)
+    kv_slot = tl.load(kv_slots + row)
+    if key_scales is not None:
+        # One scale: `first` is one head.
+        at = scale_offsets(kv_slot + first * 0, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        mask = first < tl.where(is_last, first + 1, 0)
+        key, key_scale = _coded(key, keys.dtype.element_ty)
+        value, value_scale = _coded(value, values.dtype.element_ty)
+        tl.store(key_scales + at, key_scale, mask=mask)
+        tl.store(value_scales + at, value_scale, mask=mask)
+    target = (kv_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dim[None, :]
+    tl.store(keys + target, key, mask=is_new)
+    tl.store(values + target, value, mask=is_new)
+    # All threads of this program see them; no other program reads them in this launch.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _store_piece(
+    acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    COMBINED: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's only piece to out; else one of several, which the last to arrive combines."""
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, DIMS)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + member
+    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    mixed = acc / total[:, None]
+    target = out + row * NUM_HEADS * HEAD_DIM
+    if count == 1:
+        tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+    else:
+        wide = item.to(tl.int64) * NUM_HEADS
+        tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
+        tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
+        # Before the one thread that counts, all of them have stored.
+        tl.debug_barrier()
+        counter = arrived + row * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+            _combine(
+                partial, lse, first, count, kv_head, target,
+                NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
+            )  # fmt: skip
+            tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
+def _decode(
+    query, keys, values, key_scales, value_scales, block_tables, items, first_item, out, partial,
+    lse, arrived, sinks, num_rows, table_stride, window, scale,
+    kv_slots, cos, sin, query_norm, key_norm, query_factors, eps, angles_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pieces of rows, for all query heads of one KV head each, one after the other."""
+    wait_for_kernels_before(PDL)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    QUERY_HEADS: tl.constexpr = NUM_HEADS + KV_PARTS * NUM_KV_HEADS if ROTATES else NUM_HEADS
+    member = tl.arange(0, GROUP_ROWS)
+    dim = tl.arange(0, DIMS)
+    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    num_work = tl.load(first_item + num_rows) * NUM_KV_HEADS
+    for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
+        item = work // NUM_KV_HEADS
+        kv_head = work % NUM_KV_HEADS
+        row = tl.load(items + item * 8).to(tl.int64)
+        begin = tl.load(items + item * 8 + 1)
+        end = tl.load(items + item * 8 + 2)
+        count = tl.load(items + item * 8 + 3)
+        first = tl.load(items + item * 8 + 4)
+        slot = tl.load(items + item * 8 + 5).to(tl.int64)
+        context_len = tl.load(items + item * 8 + 6)
+        table = block_tables + slot * table_stride
+        head = kv_head * GROUP + member
+        source = query + row * QUERY_HEADS * HEAD_DIM
+        if ROTATES:
+            position = (context_len - 1).to(tl.int64)
+            angle = position * angles_stride
+            factor = None
+            if query_factors is not None:
+                factor = tl.load(query_factors + position)
+            q = _rotated(
+                source, head * HEAD_DIM, query_norm, cos + angle, sin + angle, factor, eps,
+                is_there, HEAD_DIM, ROTARY_DIM, DIMS,
+            )  # fmt: skip
+            if KV_PARTS > 0:
+                # The row's last piece has the token whose key and value are not in the pool yet.
+                _store_new(
+                    source, row, kv_head, end == context_len, keys, values, key_scales,
+                    value_scales, kv_slots, cos + angle, sin + angle, key_norm, eps,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, ROTARY_DIM, KV_PARTS,
+                    NORMS_VALUES,
+                )  # fmt: skip
+        else:
+            offset = head[:, None] * HEAD_DIM + dim[None, :]
+            q = tl.load(source + offset, mask=is_there, other=0.0)
+        query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
+
+        acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
+        peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
+        total = tl.zeros((GROUP_ROWS,), tl.float32)
+        if sinks is not None:
+            # A score more, of the row's first piece alone.
+            sink = sink_scores(sinks, head, member < GROUP)
+            peak = tl.where(item == first, sink, peak)
+            total = tl.where(item == first, 1.0, total)
+        for start in range(begin, end, TILE):
+            acc, peak, total = attend(
+                q, query_position, table, keys, values, key_scales, value_scales, start, end,
+                window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+            )  # fmt: skip
+        _store_piece(
+            acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
+            NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, GROUP_ROWS, GROUP_SIZE, COMBINED,
+        )  # fmt: skip

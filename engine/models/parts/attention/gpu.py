@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.activation import apply_gates, without_gates
 from penstock.engine.kernels.attention.protocol import DeviceAttention, RotatingAttention
-from penstock.engine.kernels.gates import apply_gates, without_gates
 from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import KVPages

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from penstock.engine.kernels.activation import silu_mul
-from penstock.engine.kernels.gates import add_gated
+from penstock.engine.kernels.activation import add_gated, silu_mul
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.fused_linear import FUSED_LINEARS, product
 from penstock.engine.models.layers.linear import Linear, PlainLinear
