@@ -157,8 +157,8 @@ def _inverse_rms(square, columns, eps):
 
 @triton.jit
 def norms_before(x_row, norm, offset, is_row, columns, square, eps, CHUNK: tl.constexpr):
-    """Returns each row's factor for `load_inputs`, (rows,): in float16, where a row times the norm's
-    weight may exceed what the type holds before its norm, the inverse RMS."""
+    """Each row's factor for `load_inputs`, (rows,): in float16, where a row times the norm's weight
+    may exceed what the type holds before its norm, the inverse RMS."""
     if (norm is not None) & (x_row.dtype.scalar.element_ty == tl.float16):
         for start in range(0, columns, CHUNK):
             column = (start + offset)[:, None, :]
