@@ -21,12 +21,15 @@ _INT8_LIMIT = tl.constexpr(LIMITS[torch.int8])
 _FP8_LIMIT = tl.constexpr(LIMITS[torch.float8_e4m3fn])
 
 
-def pointers(pages: KVPages) -> tuple[Tensor, Tensor | None]:
-    """A layer's keys or values, and their scales, as a kernel gets them."""
-    if isinstance(pages, Tensor):
-        return pages, None
-    codes = pages.codes
-    return codes if codes.dtype is torch.int8 else codes.view(torch.uint8), pages.scales
+def pointers(keys: KVPages, values: KVPages) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """A layer's keys and values, and the scales of both, as a kernel gets them."""
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "both or neither has codes"
+        return keys, values, None, None
+    codes = (keys.codes, values.codes)
+    if keys.codes.dtype is not torch.int8:
+        codes = (keys.codes.view(torch.uint8), values.codes.view(torch.uint8))
+    return *codes, keys.scales, values.scales
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from penstock.engine.kernels.kv_codes import (
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
 from penstock.engine.memory.pool.kv_codes import KVPages
-from penstock.engine.step.device_step import Rotation
+from penstock.engine.step.device_step import Rotation, rotation_arguments
 
 # Heads per program: with 16 KiB of them, there would be too few programs at batch 1.
 _HEADS = 4
@@ -37,19 +37,17 @@ def rotate_and_store(
     Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i + rotary_dim / 2).
     """
     num_tokens, num_heads, head_dim = query.shape
-    kv_parts, num_kv_heads = rotation.kv_parts, keys.shape[2]
-    num_stored = 2 * num_kv_heads if kv_parts else 0
-    norms = rotation.query_norm, rotation.key_norm
-    assert norms[0] is not None or not rotation.norms_values, "one sum of squares is for both"
-    (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
+    num_kv_heads = keys.shape[2]
+    num_stored = 2 * num_kv_heads if rotation.kv_parts else 0
+    has_norm = rotation.query_norm is not None
+    assert has_norm or not rotation.norms_values, "one sum of squares is for both"
+    key_codes, value_codes, key_scales, value_scales = pointers(keys, values)
     _rotate_and_store[(num_tokens, ceil_div(num_heads + num_stored, _HEADS))](
-        qkv, positions, kv_slots, rotation.cos, rotation.sin, *norms, key_codes, value_codes,
-        key_scales, value_scales, query, rotation.query_factors, rotation.eps,
-        rotation.cos.stride(0),
+        qkv, positions, kv_slots, keys=key_codes, values=value_codes, key_scales=key_scales,
+        value_scales=value_scales, query=query, **rotation_arguments(rotation, head_dim),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=keys.shape[1],
-        HEAD_DIM=head_dim, ROTARY_DIM=rotation.rotary_dim or head_dim,
-        HALF=next_power_of_2(head_dim // 2), HEADS=_HEADS, KV_PARTS=kv_parts,
-        NORMS_VALUES=rotation.norms_values, num_warps=1 if head_dim <= 256 else 2, **overlapped(),
+        HEAD_DIM=head_dim, HALF=next_power_of_2(head_dim // 2), HEADS=_HEADS,
+        num_warps=1 if head_dim <= 256 else 2, **overlapped(),
     )  # fmt: skip
 
 

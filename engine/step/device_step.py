@@ -4,7 +4,7 @@ It is to a GPU what `penstock.engine.step.model_input.ModelInput` is to a CPU.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -124,3 +124,23 @@ class Rotation:
     rotary_dim: int | None = None
     kv_parts: int = 2
     norms_values: bool = False
+
+
+def rotation_arguments(rotation: Rotation | None, head_dim: int) -> dict[str, Any]:
+    """The arguments that kernels which rotate have in common, by name."""
+    if rotation is None:
+        tensors = ("cos", "sin", "query_norm", "key_norm", "query_factors")
+        sizes = {"angles_stride": 0, "ROTARY_DIM": head_dim, "KV_PARTS": 2}
+        return dict.fromkeys(tensors) | sizes | {"eps": 0.0, "NORMS_VALUES": False}
+    return {
+        "cos": rotation.cos,
+        "sin": rotation.sin,
+        "query_norm": rotation.query_norm,
+        "key_norm": rotation.key_norm,
+        "query_factors": rotation.query_factors,
+        "eps": rotation.eps,
+        "angles_stride": rotation.cos.stride(0),
+        "ROTARY_DIM": rotation.rotary_dim or head_dim,
+        "KV_PARTS": rotation.kv_parts,
+        "NORMS_VALUES": rotation.norms_values,
+    }

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
-from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.step.device_step import DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 
@@ -66,16 +66,8 @@ class FlashAttention:
                 block_tables=tables[num:], starts=step.chunk_starts, key_starts=key_starts
             )
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
+        keys, values, window, sinks = layer
         # `make_attention` refuses a cache in 8 bits, and sinks.
         assert sinks is None and isinstance(keys, Tensor) and isinstance(values, Tensor)
         num, chunks = step.num_decodes, self._chunks[step.group]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.memory.pool.kv_codes import KVPages, gather
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import ModelInput
@@ -136,14 +137,6 @@ class TorchAttention:
             sample_rows=query_starts[1:] - 1,
         )
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
+        keys, values, window, sinks = layer
         out.copy_(gathered_attention(query, keys, values, self._inputs[step.group], window, sinks))

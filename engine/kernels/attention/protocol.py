@@ -1,6 +1,6 @@
 """The protocols of attention over the paged KV pool: with lengths on the host or the device."""
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,34 +29,34 @@ class Attention(Protocol):
         ...
 
 
+class LayerContext(NamedTuple):
+    """All that the tokens of a step attend to in one layer, on a GPU.
+
+    keys, values: the layer's part of the pool, this step's tokens already written. window, sinks:
+    as in `Attention`.
+    """
+
+    keys: KVPages
+    values: KVPages
+    window: int | None
+    sinks: Tensor | None = None
+
+
 class DeviceAttention(Protocol):
     """An attention backend for GPUs: `plan` once a step for each group of layers, the first one
-    first, then one call per layer."""
+    first, then one call per layer.
 
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph can capture it: it never waits for the device."""
-        ...
+    is_capturable: whether a CUDA graph can capture it, as it never waits for the device.
+    takes_decode_lens: whether it supports `DeviceStep.decode_lens`.
+    """
 
-    @property
-    def takes_decode_lens(self) -> bool:
-        """Whether it supports `DeviceStep.decode_lens`."""
-        ...
+    is_capturable: bool
+    takes_decode_lens: bool
 
     def plan(self, step: DeviceStep) -> None: ...
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Writes out (T, num_heads, head_dim). keys, values: one layer of the pool, this step's
-        tokens already written. sinks: as in `Attention`."""
+    def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
+        """query, out: (T, num_heads, head_dim), of which out is written."""
         ...
 
 
@@ -69,13 +69,10 @@ class RotatingAttention(DeviceAttention, Protocol):
         self,
         projected: Tensor,
         rotation: Rotation,
-        keys: KVPages,
-        values: KVPages,
+        layer: LayerContext,
         step: DeviceStep,
-        window: int | None,
         out: Tensor,
-        sinks: Tensor | None = None,
     ) -> None:
         """projected: (T, (num_heads + kv_parts * num_kv_heads) * head_dim), see `Rotation`. Writes
-        the step's tokens to keys and values; the rest is as for a call."""
+        the step's tokens to the layer's keys and values, and out as a call does."""
         ...

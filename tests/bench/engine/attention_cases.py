@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
-from penstock.engine.kernels.attention.protocol import DeviceAttention
+from penstock.engine.kernels.attention.protocol import DeviceAttention, LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.step.device_step import DeviceStep
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
@@ -109,8 +109,8 @@ class Inputs:
         for query, step in zip(self.queries, self.steps, strict=True):
             attention = make()
             attention.plan(step)
-            layer = (query, self.keys, self.values, step, None, self.out)
-            calls.append(partial(attention, *layer))
+            layer = LayerContext(self.keys, self.values, None)
+            calls.append(partial(attention, query, layer, step, self.out))
         return calls
 
     def error(self, call: Call) -> float:

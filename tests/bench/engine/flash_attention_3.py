@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
-from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.step.device_step import DeviceStep
 from penstock.scheduler.errors import InvalidConfig
 
@@ -75,16 +75,8 @@ class FlashAttention3:
             "fa_version": 3,
         }
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
+        keys, values, window, sinks = layer
         assert window is None and sinks is None
         self._module.flash_attn_varlen_func(query, keys, values, out=out, **self._arguments)
 

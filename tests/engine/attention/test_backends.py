@@ -22,7 +22,7 @@ from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.kernels.attention.flash import FlashAttention
 from penstock.engine.kernels.attention.gathered import TorchAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
-from penstock.engine.kernels.attention.protocol import DeviceAttention
+from penstock.engine.kernels.attention.protocol import DeviceAttention, LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.step.device_step import DeviceStep
@@ -101,7 +101,7 @@ class Step:
 
     def _error(self, attention: DeviceAttention, window: int | None) -> float:
         out = poisoned(*self.query.shape)
-        attention(self.query, self.keys, self.values, self.step, window, out)
+        attention(self.query, LayerContext(self.keys, self.values, window), self.step, out)
         inputs = self.query.cpu(), self.keys.cpu(), self.values.cpu()
         return error(out.cpu(), reference_attention(*inputs, self._input, window))
 

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.kernels.attention.paged.decode import PagedDecode
 from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode
@@ -75,6 +76,9 @@ class Rows:
         self.offsets = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
         self.out = poisoned(*self.query.shape, dtype=dtype)
 
+    def layer(self, window: int | None, sinks: Tensor | None = None) -> LayerContext:
+        return LayerContext(self.keys, self.values, window, sinks)
+
     def error(self, window: int | None, sinks: Tensor | None = None) -> float:
         """Of the attention to what is stored: how exactly is not its concern."""
         pool = _plain(self.keys), _plain(self.values)
@@ -105,7 +109,7 @@ def test_decode_agrees_with_the_reference(
     rows = Rows(shape, lengths, [1] * len(lengths), dtype)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, window)
-    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
+    decode(rows.query, rows.layer(window), rows.tables, rows.out)
     assert rows.error(window) < TOLERANCE[dtype]
 
 
@@ -116,14 +120,14 @@ def test_sinks_take_their_share_once_whatever_pieces_a_row_has(window: int | Non
     rows = Rows(shape, lengths, [1] * len(lengths), dtype)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, window)
-    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out, sinks=sinks)
+    decode(rows.query, rows.layer(window, sinks), rows.tables, rows.out)
     assert rows.error(window, sinks) < TOLERANCE[dtype]
     rows = Rows(shape, [1, 65, 170], [1, 40, 60], dtype)
     prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
     prefill.plan(rows.offsets)
     prefill(
-        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
-        window, rows.out, sinks,
+        rows.query, rows.layer(window, sinks), rows.tables, rows.slots, rows.offsets, rows.lengths,
+        rows.out,
     )  # fmt: skip
     assert rows.error(window, sinks) < TOLERANCE[dtype]
 
@@ -141,14 +145,14 @@ def test_decode_and_prefill_read_codes_as_the_reference_reads_their_values(
     rows = Rows(shape, lengths, [1] * len(lengths), dtype, kv_dtype)
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, window)
-    decode(rows.query, rows.keys, rows.values, rows.tables, window, rows.out)
+    decode(rows.query, rows.layer(window), rows.tables, rows.out)
     assert rows.error(window) < TOLERANCE[dtype]
     rows = Rows(shape, lengths, [1, 40, 60], dtype, kv_dtype)
     prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
     prefill.plan(rows.offsets)
     prefill(
-        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
-        window, rows.out,
+        rows.query, rows.layer(window), rows.tables, rows.slots, rows.offsets, rows.lengths,
+        rows.out,
     )  # fmt: skip
     assert rows.error(window) < TOLERANCE[dtype]
 
@@ -162,7 +166,7 @@ def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
     query = torch.cat((rows.query, poisoned(3, *rows.query.shape[1:])))
     out = torch.cat((rows.out, torch.zeros_like(query[2:])))
     decode.plan(lengths, slots, None)
-    decode(query, rows.keys, rows.values, rows.tables, None, out)
+    decode(query, rows.layer(None), rows.tables, out)
     rows.out = out[:2]
     assert rows.error(None) < TOLERANCE[dtype]
     assert not out[2:].any()
@@ -224,10 +228,9 @@ def check_bits(
     decode = PagedDecode(shape, max_rows=8, num_sms=2, device=DEVICE)
     decode.plan(rows.lengths, rows.slots, None)
     rotate_and_store(projected, rotation, positions, kv_slots, *pool, rows.query)
-    decode(rows.query, *pool, rows.tables, None, rows.out)
+    decode(rows.query, LayerContext(*pool, None), rows.tables, rows.out)
     out = poisoned(*rows.out.shape, dtype=dtype)
-    given = rows.tables, None, out, rotation, kv_slots
-    decode(projected, rows.keys, rows.values, *given)
+    decode(projected, rows.layer(None), rows.tables, out, rotation, kv_slots)
     stored = [_plain(pages) for pages in (rows.keys, rows.values, *pool)]
     for ours, theirs in ((out, rows.out), (stored[0], stored[2]), (stored[1], stored[3])):
         # A GPU's compiler may multiply and add in one instruction here and in two there.
@@ -242,7 +245,7 @@ def test_a_decode_that_runs_again_gives_the_same_bits() -> None:
     decode.plan(rows.lengths, rows.slots, None)
     outs = [torch.empty_like(rows.out) for _ in range(2)]
     for out in outs:
-        decode(rows.query, rows.keys, rows.values, rows.tables, None, out)
+        decode(rows.query, rows.layer(None), rows.tables, out)
     assert torch.equal(*outs)
 
 
@@ -308,7 +311,7 @@ def test_prefill_agrees_with_the_reference(
     prefill = PagedPrefill(shape, max_rows=8, max_tokens=300, num_sms=1, device=DEVICE, dtype=dtype)
     prefill.plan(rows.offsets)
     prefill(
-        rows.query, rows.keys, rows.values, rows.tables, rows.slots, rows.offsets, rows.lengths,
-        window, rows.out,
+        rows.query, rows.layer(window), rows.tables, rows.slots, rows.offsets, rows.lengths,
+        rows.out,
     )  # fmt: skip
     assert rows.error(window) < TOLERANCE[dtype]

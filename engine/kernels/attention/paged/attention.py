@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.attention.paged.decode import DECODES_PER_SM, PagedDecode
 from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.step.device_step import DeviceStep, Rotation
@@ -65,49 +66,25 @@ class PagedAttention:
             if step.chunk_starts is not None:
                 kind.prefill.plan(step.chunk_starts)
 
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: DeviceStep,
-        window: int | None,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
         num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
-        slots, lens, kind = step.slots, step.context_lens, self._kind(keys)
+        slots, lens, kind = step.slots[first:], step.context_lens[first:], self._kind(layer.keys)
         if num:
-            kind.decode(query[:num], keys, values, tables, window, out[:num], sinks=sinks)
-        if step.chunk_starts is not None:
-            kind.prefill(
-                query[first:],
-                keys,
-                values,
-                tables,
-                slots[first:],
-                step.chunk_starts,
-                lens[first:],
-                window,
-                out[first:],
-                sinks,
-            )
+            kind.decode(query[:num], layer, tables, out[:num])
+        if (starts := step.chunk_starts) is not None:
+            kind.prefill(query[first:], layer, tables, slots, starts, lens, out[first:])
 
     def rotated(
         self,
         projected: Tensor,
         rotation: Rotation,
-        keys: KVPages,
-        values: KVPages,
+        layer: LayerContext,
         step: DeviceStep,
-        window: int | None,
         out: Tensor,
-        sinks: Tensor | None = None,
     ) -> None:
         """See `RotatingAttention`."""
-        tables, kv_slots = step.block_tables, step.kv_slots
-        decode = self._kind(keys).decode
-        decode(projected, keys, values, tables, window, out, rotation, kv_slots, sinks=sinks)
+        decode = self._kind(layer.keys).decode
+        decode(projected, layer, step.block_tables, out, rotation, step.kv_slots)
 
     def _kind(self, keys: KVPages) -> _Kind:
         return self._kinds[keys.shape[2], keys.shape[3]]

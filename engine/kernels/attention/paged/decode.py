@@ -1,14 +1,11 @@
 """`PagedDecode`: launches the kernels of rows with one query token each."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.attention.paged.tiles import (
-    ITEM,
     LOG2_E,
     SMALL_HEAD,
     WorkList,
@@ -16,6 +13,7 @@ from penstock.engine.kernels.attention.paged.tiles import (
     shape_constants,
     sink_scores,
 )
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.kv_codes import (
     encode,
@@ -26,8 +24,7 @@ from penstock.engine.kernels.kv_codes import (
 )
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
-from penstock.engine.memory.pool.kv_codes import KVPages
-from penstock.engine.step.device_step import Rotation
+from penstock.engine.step.device_step import Rotation, rotation_arguments
 
 # Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
@@ -86,7 +83,8 @@ class PagedDecode:
         num_rows = len(context_lens)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         if window not in self._lists:  # in a graph, every replay would fill it with zeros
-            self._lists[window] = self._empty_list()
+            max_items = self._num_pieces + self._max_rows
+            self._lists[window] = WorkList.empty(max_items, self._max_rows, self._device)
         work = self._lists[window]
         _plan_decode[(1,)](
             context_lens, row_slots, work.items, work.first_item, num_rows, window or 0,
@@ -98,70 +96,34 @@ class PagedDecode:
     def __call__(
         self,
         query: Tensor,
-        keys: KVPages,
-        values: KVPages,
+        layer: LayerContext,
         block_tables: Tensor,
-        window: int | None,
         out: Tensor,
         rotation: Rotation | None = None,
         kv_slots: Tensor | None = None,
-        *,
-        sinks: Tensor | None = None,
     ) -> None:
         """Writes out, (B, num_heads, head_dim), of the rows that were planned.
 
-        query: like out. keys, values: one layer of the pool. block_tables: (num_slots, max_blocks)
-        int32. rotation: if given, query is the projection instead, (B, (num_heads + kv_parts *
-        num_kv_heads) * head_dim), and its keys and values are written to kv_slots, (B,) int64.
-        sinks: see `Attention`.
+        query: like out. block_tables: (num_slots, max_blocks) int32. rotation: if given, query is
+        the projection instead, (B, (num_heads + kv_parts * num_kv_heads) * head_dim), and its keys
+        and values are written to kv_slots, (B,) int64.
         """
-        shape, work, num_rows = self._shape, self._lists[window], len(out)
-        (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
+        shape, work, num_rows = self._shape, self._lists[layer.window], len(out)
+        pages = pointers(layer.keys, layer.values)
         is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
         most = (self._num_pieces + num_rows) * shape.num_kv_heads
         _decode[(min(self._num_programs, most),)](
-            query, key_codes, value_codes, key_scales, value_scales, block_tables, work.items,
-            work.first_item, out, self._partial, self._lse, self._arrived, sinks, num_rows,
-            block_tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E,
-            **self._constants, **_rotation_arguments(rotation, kv_slots, shape.head_dim),
-            **_options(shape, is_wide=is_wide, is_coded=key_scales is not None), **overlapped(),
+            query, *pages, block_tables, work.items, work.first_item, out, self._partial,
+            self._lse, self._arrived, layer.sinks, num_rows, block_tables.stride(0),
+            layer.window or 0, shape.head_dim**-0.5 * LOG2_E, kv_slots=kv_slots,
+            **rotation_arguments(rotation, shape.head_dim), ROTATES=rotation is not None,
+            **self._constants, **overlapped(),
+            **_options(shape, is_wide=is_wide, is_coded=pages[2] is not None),
         )  # fmt: skip
 
     def work_list(self, window: int | None) -> WorkList:
         """The pieces that the last `plan` with this window listed."""
         return self._lists[window]
-
-    def _empty_list(self) -> WorkList:
-        max_items = self._num_pieces + self._max_rows
-        return WorkList(
-            torch.zeros(max_items, ITEM, dtype=torch.int32, device=self._device),
-            torch.zeros(self._max_rows + 1, dtype=torch.int32, device=self._device),
-        )
-
-
-def _rotation_arguments(
-    rotation: Rotation | None, kv_slots: Tensor | None, head_dim: int
-) -> dict[str, Any]:
-    if rotation is None:
-        tensors = ("kv_slots", "cos", "sin", "query_norm", "key_norm", "query_factors")
-        sizes = {"angles_stride": 0, "ROTARY_DIM": head_dim, "KV_PARTS": 2}
-        return (
-            dict.fromkeys(tensors) | sizes | {"eps": 0.0, "ROTATES": False, "NORMS_VALUES": False}
-        )
-    return {
-        "kv_slots": kv_slots,
-        "cos": rotation.cos,
-        "sin": rotation.sin,
-        "query_norm": rotation.query_norm,
-        "key_norm": rotation.key_norm,
-        "query_factors": rotation.query_factors,
-        "eps": rotation.eps,
-        "angles_stride": rotation.cos.stride(0),
-        "ROTATES": True,
-        "ROTARY_DIM": rotation.rotary_dim or head_dim,
-        "KV_PARTS": rotation.kv_parts,
-        "NORMS_VALUES": rotation.norms_values,
-    }
 
 
 def _options(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> dict[str, int | None]:

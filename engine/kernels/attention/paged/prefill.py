@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.attention.paged.tiles import (
-    ITEM,
     LOG2_E,
     SMALL_HEAD,
     WorkList,
@@ -16,11 +15,11 @@ from penstock.engine.kernels.attention.paged.tiles import (
     shape_constants,
     sink_scores,
 )
+from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.kv_codes import pointers
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
-from penstock.engine.memory.pool.kv_codes import KVPages
 
 # Programs of a graph's prefill for each multiprocessor, which holds one at head size 128.
 _PREFILLS_PER_SM = 1
@@ -71,10 +70,7 @@ class PagedPrefill:
         self._tokens_per_tile = max(1, self._tile.rows // shape.group)
         self._max_rows = max_rows
         max_items = -(-max_tokens // self._tokens_per_tile) + max_rows
-        self._work = WorkList(
-            torch.zeros(max_items, ITEM, dtype=torch.int32, device=device),
-            torch.zeros(max_rows + 1, dtype=torch.int32, device=device),
-        )
+        self._work = WorkList.empty(max_items, max_rows, device)
 
     def plan(self, query_starts: Tensor) -> None:
         """Lists the tiles of rows with the tokens between these offsets, (R + 1,) int32."""
@@ -89,15 +85,12 @@ class PagedPrefill:
     def __call__(
         self,
         query: Tensor,
-        keys: KVPages,
-        values: KVPages,
+        layer: LayerContext,
         block_tables: Tensor,
         row_slots: Tensor,
         query_starts: Tensor,
         context_lens: Tensor,
-        window: int | None,
         out: Tensor,
-        sinks: Tensor | None = None,
     ) -> None:
         """Writes out, (T, num_heads, head_dim), of the tokens of the rows that were planned.
 
@@ -105,16 +98,15 @@ class PagedPrefill:
         which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
         """
         shape, num_rows = self._shape, len(context_lens)
-        tile = self._tile
-        (key_codes, key_scales), (value_codes, value_scales) = pointers(keys), pointers(values)
+        tile, pages = self._tile, pointers(layer.keys, layer.values)
         # Each row may have a tile more than its share. Programs take them in turn: started for
         # each row of a graph, most would find nothing.
         full = -(-len(query) // self._tokens_per_tile)
         most, least = ((n * shape.num_kv_heads) for n in (full + num_rows, full))
         _prefill[(min(most, max(least, self._least_programs)),)](
-            query, key_codes, value_codes, key_scales, value_scales, block_tables, row_slots,
-            query_starts, context_lens, self._work.items, self._work.first_item, out, sinks,
-            num_rows, block_tables.stride(0), window or 0, shape.head_dim**-0.5 * LOG2_E,
+            query, *pages, block_tables, row_slots, query_starts, context_lens,
+            self._work.items, self._work.first_item, out, layer.sinks, num_rows,
+            block_tables.stride(0), layer.window or 0, shape.head_dim**-0.5 * LOG2_E,
             **shape_constants(shape), TOKENS=self._tokens_per_tile,
             QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * shape.group)),
             TILE=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages, **overlapped(),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,6 +29,11 @@ class WorkList:
 
     items: Tensor
     first_item: Tensor
+
+    @classmethod
+    def empty(cls, max_items: int, max_rows: int, device: torch.device) -> "WorkList":
+        items = torch.zeros(max_items, ITEM, dtype=torch.int32, device=device)
+        return cls(items, torch.zeros(max_rows + 1, dtype=torch.int32, device=device))
 
 
 def shape_constants(shape: AttentionShape) -> dict[str, int]:

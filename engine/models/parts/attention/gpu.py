@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.activation import apply_gates, without_gates
-from penstock.engine.kernels.attention.protocol import DeviceAttention, RotatingAttention
+from penstock.engine.kernels.attention.protocol import (
+    DeviceAttention,
+    LayerContext,
+    RotatingAttention,
+)
 from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import KVPages
@@ -66,16 +70,16 @@ class FusedAttention:
         out: Tensor,
     ) -> None:
         layer, rotation, (keys, values) = self._layer, self._rotation, pages
-        window = layer.config.window
+        context = LayerContext(keys, values, layer.config.window, layer.sinks)
         if layer.config.norms_whole:
             self._norm_whole(projected)
         if step.chunk_starts is None and isinstance(attention, RotatingAttention):
-            attention.rotated(projected, rotation, keys, values, step, window, out, layer.sinks)
+            attention.rotated(projected, rotation, context, step, out)
             return
         query = torch.empty_like(out)
         positions, slots = step.positions, step.kv_slots
         rotate_and_store(projected, rotation, positions, slots, keys, values, query)
-        attention(query, keys, values, step, window, out, layer.sinks)
+        attention(query, context, step, out)
 
     def _norm_whole(self, projected: Tensor) -> None:
         """In place, queries and keys each over all heads."""
