@@ -54,7 +54,6 @@ from penstock.engine.ipc.supervisor import (
     EndCause,  # what ended an engine process
     EngineState,  # starting, ready, restarting or dead
 )
-from penstock.engine.process.log_writer import flush_all as flush_logs  # before os._exit
 from penstock.engine.process.logs import (
     CLEAR_LINE,  # begins a line that is drawn again
     is_terminal,  # whether a line on it may be drawn again
@@ -65,9 +64,12 @@ from penstock.engine.process.logs import (
     configure as configure_logs,  # sets level, format and the current request's id
 )
 from penstock.engine.process.logs import fields as log_fields  # what a line has beside its message
+from penstock.engine.process.logs import flush_all as flush_logs  # before os._exit
 from penstock.engine.process.phases import LoadProgress  # the phase of the start, and how far it is
-from penstock.engine.process.request_ids import new_request_id  # from the HTTP request's id
-from penstock.engine.step.messages import StepReport  # what one step computed, for metrics
+from penstock.engine.step.messages import (
+    StepReport,  # what one step computed, for metrics
+    new_request_id,  # from the HTTP request's id
+)
 from penstock.engine.step.model_info import (
     LoadedAdapter,  # a LoRA adapter that requests may name
     ModelInfo,  # the loaded model: sizes, limits, device, peaks
@@ -123,7 +125,7 @@ def models_in(directory: Path) -> list[ListedModel]:
 
 def shown_size(num_bytes: int) -> str:
     """As people read it: 16.4 GB."""
-    from penstock.engine.hub.progress import size
+    from penstock.engine.hub.model_files import size
 
     return size(num_bytes)
 
@@ -132,7 +134,7 @@ def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer
     """A made-up tokenizer of the model's vocabulary size, where the weights are dummies and the
     directory has no tokenizer; else None. Raises PenstockError for an invalid config.json."""
     from penstock.engine.files.dummy_tokenizer import dummy_tokenizer, needs_dummy_tokenizer
-    from penstock.engine.hub.implementation import read_model
+    from penstock.engine.hub.check import read_model
 
     if not needs_dummy_tokenizer(directory, load_format):
         return None

@@ -13,8 +13,7 @@ from huggingface_hub.errors import CacheNotFound
 from penstock.engine.files.gguf.file import is_gguf, open_gguf, split_names
 from penstock.engine.files.json_file import CONFIG, Fields
 from penstock.engine.hub.check import check_directory, holds_gguf
-from penstock.engine.hub.gguf_check import check_gguf
-from penstock.engine.hub.gguf_choice import gguf_models
+from penstock.engine.hub.gguf import check_gguf, gguf_models
 from penstock.engine.hub.model_files import ListedModel
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families.unsupported import not_a_model

@@ -1,4 +1,5 @@
-"""One file of the hub into its cache, continued where an earlier download of it was interrupted.
+"""One file of the hub into its cache, continued where an earlier download of it was interrupted;
+the headers of a GGUF file there, by which it is checked before; and what its errors mean.
 
 huggingface_hub continues after a lost connection, but not in the next process: its newer versions
 delete what they have of a file, or leave it behind if they are killed. A model's file is often many
@@ -6,17 +7,31 @@ gigabytes, so it is fetched here, into the cache of huggingface_hub and under it
 `blobs/ETAG.incomplete` becomes `blobs/ETAG`, which huggingface_hub then links.
 """
 
+import errno
 import hashlib
 import logging
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.file_download import http_get, repo_folder_name
-from huggingface_hub.utils import WeakFileLock, build_hf_headers
+from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
 
-from penstock.engine.hub.progress import DownloadProgress
+from penstock.engine.files.gguf.header import Header, HeaderIncomplete, parse_header
+from penstock.engine.hub.gguf import check_gguf
+from penstock.engine.hub.model_files import DownloadProgress
+from penstock.engine.models.errors import InvalidModel
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +167,128 @@ def is_of_transport(error: BaseException) -> bool:
     return any(
         kind.__module__.partition(".")[0] in ("httpx", "httpx2") for kind in type(error).__mro__
     ) and not isinstance(error, OSError)
+
+
+_FIRST_BYTES = 2**20
+# That of a model with a vocabulary of 250,000 takes 15 MiB.
+_MAX_BYTES = 2**28
+
+
+def check_remote(repository: str, commit: str, sizes: dict[str, int]) -> None:
+    """Raises InvalidModel unless the model in these files can be served, and errors of the hub's
+    client. sizes: of each part, in bytes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-gguf-") as directory:
+        paths = [Path(directory) / Path(name).name for name in sizes]
+        for path, (name, size) in zip(paths, sizes.items(), strict=True):
+            with path.open("wb") as file:
+                file.write(_header(hf_hub_url(repository, name, revision=commit), name, size))
+                file.truncate(size)  # a hole where its weights are
+        try:
+            check_gguf(paths[0])
+        except InvalidModel as error:
+            message = str(error).replace(f"{directory}/", f"{repository}/")
+            raise InvalidModel(message, error.brief) from None
+
+
+def _header(url: str, name: str, size: int) -> bytes:
+    content, wanted = bytearray(), _FIRST_BYTES
+    with _chunks(url) as chunks:
+        for chunk in chunks:
+            content += chunk
+            if len(content) < min(wanted, size):
+                continue
+            try:
+                header = parse_header(name, memoryview(bytes(content)), size)
+                if len(content) >= _end_of_settings(header):
+                    return bytes(content)
+            except HeaderIncomplete:
+                if len(content) >= min(size, _MAX_BYTES):
+                    raise
+            wanted = 4 * len(content)
+    return bytes(content)
+
+
+def _end_of_settings(header: Header) -> int:
+    """Where the tensors end that are read with the metadata."""
+    factors = header.tensors.get("rope_freqs.weight")
+    return factors.offset + factors.num_bytes if factors else 0
+
+
+@contextmanager
+def _chunks(url: str) -> Iterator[Iterator[bytes]]:
+    """A file's content as it comes; the rest of it is not sent."""
+    headers = build_hf_headers()
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+        hf_raise_for_status(answer)
+        yield answer.iter_bytes()
+
+
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def explain(model: str, error: BaseException) -> InvalidModel:
+    """One sentence on why the hub did not give it, and what to change."""
+    hub = constants.ENDPOINT
+    causes = _chain(error)
+    http = next((each for each in causes if isinstance(each, HfHubHTTPError)), None)
+    if any(isinstance(each, OfflineModeIsEnabled) for each in causes):
+        text = (
+            f"there is no directory {model!r}, HF_HUB_OFFLINE is set, and no complete download of "
+            f"it is in {constants.HF_HUB_CACHE}; unset HF_HUB_OFFLINE, or name a directory"
+        )
+    elif isinstance(http, GatedRepoError):
+        text = (
+            f"{model} is gated: accept its terms on {hub}/{model}, and set HF_TOKEN to a token of "
+            "the account that did"
+        )
+    elif isinstance(http, RepositoryNotFoundError):
+        hint = (
+            "the token that is set (HF_TOKEN or `hf auth login`) may not read it"
+            if get_token()
+            else "set HF_TOKEN if it is private"
+        )
+        text = (
+            f"there is no directory {model!r}, and {hub} has no model of that name; check the "
+            f"spelling, or {hint}"
+        )
+    elif http is not None and not isinstance(http, EntryNotFoundError):
+        status = http.response.status_code
+        text = f"{model} could not be downloaded: {hub} answered with status {status}; "
+        text += "check HF_TOKEN" if status in (401, 403) else "try again later"
+    elif any(is_of_transport(each) for each in causes):
+        text = (
+            f"{model} could not be downloaded, because {hub} could not be reached "
+            f"({_first_line(causes[-1])}); check the network, or name a directory; what is there "
+            "already is kept, and the next start continues"
+        )
+    else:
+        text = _explain_system(model, error)
+    return InvalidModel(text)
+
+
+def _explain_system(model: str, error: BaseException) -> str:
+    code, cache = getattr(error, "errno", None), constants.HF_HUB_CACHE
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"{model} could not be downloaded, because the disk of {cache} is full; free some "
+            "space, or set HF_HOME to a directory on a larger disk, and start again: it continues"
+        )
+    if code in _UNWRITABLE:
+        return (
+            f"{model} could not be downloaded, because {cache} cannot be written; set HF_HOME to "
+            "a directory that can"
+        )
+    return f"{model} could not be downloaded ({_first_line(error)}); name a directory, or try again"
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """The error and what caused it, the first cause last."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__
+    return causes
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -35,13 +35,22 @@ from penstock.engine.hub.check import (
     names_in,
     weight_files,
 )
-from penstock.engine.hub.download import fetch, is_cached, partial_bytes, storage_folder
-from penstock.engine.hub.gguf_check import check_gguf
-from penstock.engine.hub.gguf_choice import Reference, choose, parse_reference
-from penstock.engine.hub.gguf_remote import check_remote
-from penstock.engine.hub.hub_errors import explain
-from penstock.engine.hub.model_files import Download, ModelFiles
-from penstock.engine.hub.progress import DownloadProgress, DownloadStopped, size
+from penstock.engine.hub.download import (
+    check_remote,
+    explain,
+    fetch,
+    is_cached,
+    partial_bytes,
+    storage_folder,
+)
+from penstock.engine.hub.gguf import Reference, check_gguf, choose, parse_reference
+from penstock.engine.hub.model_files import (
+    Download,
+    DownloadProgress,
+    DownloadStopped,
+    ModelFiles,
+    size,
+)
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families.unsupported import not_a_model
 from penstock.engine.models.formats.parse import HF_QUANT_CONFIG

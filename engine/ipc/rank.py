@@ -26,7 +26,7 @@ from penstock.engine.executors.followers import (
     Step,
 )
 from penstock.engine.process import logs
-from penstock.engine.process.log_writer import flush_all
+from penstock.engine.process.logs import flush_all
 from penstock.engine.process.parent_process import die_with_parent
 from penstock.engine.step.executor import AdapterStore
 from penstock.engine.step.model_info import LoadedAdapter

@@ -20,8 +20,7 @@ from penstock.engine.errors import RequestEndedEngine
 from penstock.engine.ipc.streams import OpenStreams, OutputStream
 from penstock.engine.ipc.supervisor import End
 from penstock.engine.process import logs
-from penstock.engine.process.request_ids import caller_of
-from penstock.engine.step.messages import OnWire, Submit
+from penstock.engine.step.messages import OnWire, Submit, caller_of
 from penstock.scheduler.types import FinishReason, RequestId, RequestOutput
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 
 def _scripted_executor(config: EngineConfig) -> Executor:
     from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
-    from penstock.engine.hub.implementation import read_model
+    from penstock.engine.hub.check import read_model
     from penstock.engine.loading.grammars import load_grammars
     from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of
     from penstock.engine.memory.tiers.offload import block_files, disk_tier
@@ -67,7 +67,7 @@ def _model_executor(
     model_dir = Path(config.model)
     with phases.timed("import", "importing torch"):
         from penstock.engine.executors.cpu import CpuExecutor
-        from penstock.engine.hub.implementation import find_implementation
+        from penstock.engine.hub.check import find_implementation
         from penstock.engine.loading.choices import choose_device
 
         is_on_gpu = choose_device(config.device).type == "cuda"

@@ -29,7 +29,7 @@ from penstock.engine.loading.cpu_ranks import (
 from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory.tiers.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.process.log_writer import flush_all
+from penstock.engine.process.logs import flush_all
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from penstock.engine.config import ModelImpl
 from penstock.engine.files.json_file import Fields, read_object, shown
-from penstock.engine.files.tensor_names import tensor_names, text_model_name
+from penstock.engine.files.safetensors import tensor_names, text_model_name
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape

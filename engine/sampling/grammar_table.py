@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from llguidance import LLExecutor, LLMatcher
 
-from penstock.engine.sampling.grammar import Grammars
-from penstock.engine.sampling.open_grammars import OpenGrammars
+from penstock.engine.sampling.grammar import Grammars, OpenGrammars
 from penstock.scheduler.types import Request, RequestId, SlotAssignment
 
 # Mask words from which on several threads are used: 8 rows of 128,000 ids.

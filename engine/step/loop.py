@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.process import logs
-from penstock.engine.process.request_ids import caller_of
 from penstock.engine.step.adapter_commands import AdapterCommands
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.engine.step.messages import (
@@ -23,6 +22,7 @@ from penstock.engine.step.messages import (
     StepReport,
     Submit,
     ToEngine,
+    caller_of,
 )
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
 from penstock.scheduler.outputs import StepOutputs

@@ -1,5 +1,6 @@
 """The messages between the server process and the engine process: msgspec over ZeroMQ."""
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -11,12 +12,17 @@ from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.stats import SchedulerStats, StepWork
-from penstock.scheduler.types import (
-    Request,
-    RequestId,
-    ResumedAnswer,
-    Started,
-)
+from penstock.scheduler.types import Request, RequestId, ResumedAnswer, Started
+
+
+def new_request_id(caller: str) -> RequestId:
+    """Returns the id of the HTTP request, which the logs of both processes have, and a part of our
+    own: clients may send the same X-Request-Id, and one HTTP request may have many prompts."""
+    return RequestId(f"{caller}-{secrets.token_hex(6)}")
+
+
+def caller_of(request_id: RequestId) -> str:
+    return request_id.rpartition("-")[0] or request_id
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

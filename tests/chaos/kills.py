@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.engine.process.request_ids import caller_of
+from penstock.engine.step.messages import caller_of
 from tests.chaos.load import Ask, answer, asks
 from tests.chaos.server import Killer, Running
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.process.log_writer import LineWriter
+from penstock.engine.process.logs import LineWriter
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.files.gguf.tensor_types import TensorType
+from penstock.engine.files.gguf.header import TensorType
 from penstock.engine.models.formats.scheme import FLOAT16_BYTES, Scheme
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_bits, packed_nibbles
 from penstock.engine.models.layers.weight_formats import (

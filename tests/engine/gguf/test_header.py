@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.errors import InvalidModel
 from penstock.engine.files.gguf.file import open_gguf, split_names
 from penstock.engine.files.gguf.header import parse_header
-from penstock.engine.hub.gguf_check import check_gguf
+from penstock.engine.hub.gguf import check_gguf
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL
 from tests.support.tiny_models import make_model

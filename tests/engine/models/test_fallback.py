@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from penstock.engine.config import ModelImpl
-from penstock.engine.hub.implementation import find_implementation
+from penstock.engine.hub.check import find_implementation
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.check import check_model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.hub.progress import DownloadProgress
+from penstock.engine.hub.model_files import DownloadProgress
 from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.serving import wait_until
 from tests.support.stub_hub import StubHub, stub_hub

@@ -7,8 +7,7 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.errors import BadGrammar
-from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
-from penstock.engine.sampling.open_grammars import OpenGrammars
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars, OpenGrammars
 from penstock.scheduler.types import RequestId, SamplingParams
 from tests.support.paths import DEMO_MODEL
 

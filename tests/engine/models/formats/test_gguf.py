@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.files.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+from penstock.engine.files.gguf.header import OTHER_TYPES, TENSOR_TYPES, TensorType
 from penstock.engine.models.formats import gguf as blocks
 
 TYPES = pytest.mark.parametrize(

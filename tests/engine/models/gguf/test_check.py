@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from penstock.engine.hub.gguf_check import check_gguf
+from penstock.engine.hub.gguf import check_gguf
 from penstock.engine.hub.hub import open_model
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.hub.gguf_choice import Reference, choose, parse_reference
+from penstock.engine.hub.gguf import Reference, choose, parse_reference
 from penstock.engine.models.errors import InvalidModel
 
 NAMES = (

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.hub.gguf_check import check_gguf
+from penstock.engine.hub.gguf import check_gguf
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.weights import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig

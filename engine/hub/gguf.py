@@ -1,12 +1,16 @@
-"""Which GGUF file of several is meant: in a directory, or in a repository of the hub, by what the
-user wrote after its name."""
+"""Which GGUF file of several is meant, by what the user wrote after the name of a directory or of a
+repository of the hub; and whether it can be served, by its headers alone. Imports no tensors."""
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
-from penstock.engine.files.gguf.file import SUFFIX, is_model_name, split_names
+from penstock.engine.files.gguf.file import SUFFIX, GgufFile, is_model_name, open_gguf, split_names
+from penstock.engine.files.gguf.tokenizer import check_tokenizer
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.gguf.names import UNUSED, GgufNames
 
 _SHOWN = 12
 _REPOSITORY = r"[\w.-]+/[\w.-]+"
@@ -77,3 +81,37 @@ def _not_one(model: str, models: list[str], wanted: str | None) -> InvalidModel:
         f"{model} has {what}; name one of its files, as in {model}/{models[0]}: {shown}",
         brief=f"has {len(models)} GGUF models; name one of them",
     )
+
+
+def check_gguf(path: Path, *, needs_weights: bool = True) -> ModelConfig:
+    """Raises InvalidModel unless it can be served. needs_weights: False for made-up weights."""
+    gguf = open_gguf(path)
+    config = ModelConfig.from_dir(path)
+    if needs_weights:
+        _check_tensors(gguf, config)
+        check_tokenizer(gguf, config.vocab_size)
+    return config
+
+
+def _check_tensors(gguf: GgufFile, config: ModelConfig) -> None:
+    expected = GgufNames(config).shapes
+    if missing := expected.keys() - gguf.tensors.keys():
+        raise InvalidModel(
+            f"{gguf.path} lacks the tensor {min(missing)!r}, which its metadata implies; download "
+            "or convert the model again",
+            brief=f"{len(missing)} of its tensors are missing",
+        )
+    others = [name for name in gguf.tensors if name not in expected and not UNUSED.fullmatch(name)]
+    if others:
+        raise InvalidModel(
+            f"{gguf.path} has the tensor {others[0]!r}, which changes what the model computes in a "
+            f"way that is not supported for its architecture, {config.family}",
+            brief=f"{others[0]} is not supported",
+        )
+    for name, shape in expected.items():
+        if (found := gguf.tensors[name].shape) != shape:
+            raise InvalidModel(
+                f"{gguf.path} has the tensor {name!r} of the shape {found}, which does not fit "
+                f"the {shape} that its metadata implies; download or convert the model again",
+                brief=f"{name} has an unexpected shape",
+            )
