@@ -7,6 +7,7 @@ same in torch.
 
 import ctypes
 import functools
+import itertools
 import logging
 import subprocess
 import tempfile
@@ -15,15 +16,46 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.models.layers.weight_formats import FP8_FORMAT
+from penstock.engine.models.layers.weight_formats import (
+    FP8_FORMAT,
+    LEVELS_FORMAT,
+    block_format,
+    integer_format,
+)
 from penstock.engine.native import compiler
 from penstock.engine.native.compiler import Source
-from penstock.engine.native.formats import FORMATS_BY_SOURCE
 
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 _RECURRENCE = Source("models/parts/delta_net/recurrence")
+# The formats of weights that the C++ multiplies as codes, by the source that does so: in the order
+# of `Formats` (products/formats.h), which counts them from 1.
+_FORMATS_BY_SOURCE = {
+    "grouped": (
+        *(
+            integer_format(bits, is_symmetric=symmetric)
+            for bits in (8, 4)
+            for symmetric in (True, False)
+        ),
+        LEVELS_FORMAT,
+    ),
+    "blocks": (
+        block_format(4, has_minima=False),
+        block_format(4, has_minima=True),
+        block_format(5, has_minima=False),
+        block_format(5, has_minima=True),
+        block_format(6, has_minima=False),
+    ),
+    "fp8": (FP8_FORMAT,),
+}
+CODE_FORMATS = tuple(itertools.chain.from_iterable(_FORMATS_BY_SOURCE.values()))
+
+
+def format_number(weight_format: str) -> int:
+    """Returns the `Linear::format` of structs.h; 0 where the weights are plain."""
+    sources = enumerate(_FORMATS_BY_SOURCE.values(), 1)
+    return next((number for number, each in sources if weight_format in each), 0)
 
 
 @functools.cache
@@ -37,7 +69,7 @@ def load_library(
     whether keys and values are of 8 bits.
     """
     weights = f"-DPENSTOCK_WEIGHTS={_WEIGHTS[dtype]}"
-    coded = [name for name in ("grouped", "blocks") if formats & {*FORMATS_BY_SOURCE[name]}]
+    coded = [name for name in ("grouped", "blocks") if formats & {*_FORMATS_BY_SOURCE[name]}]
     # They are compiled at the same time; those that take longest come first.
     sources = [
         Source("native/step/step"),

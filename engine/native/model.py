@@ -162,7 +162,7 @@ class NativeModel:
         num_experts = self._library.penstock_step(self._workspace, ctypes.byref(native_step))
         if self._group is not None:
             self._check_ranks(self._group)
-        if self._model.experts.num:
+        if self._model.experts.num_experts:
             self.num_experts_read = num_experts
 
     def _check_ranks(self, group: SharedMemoryGroup) -> None:

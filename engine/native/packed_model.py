@@ -6,19 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure
 from functools import partial
 
+from torch import Tensor
+
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
-from penstock.engine.models.layers.linear import Linear
-from penstock.engine.native.packing import Packer, check_format
+from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.parts.embedding.layer import multiplier
+from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.native.packing import Packer, check_format, parts
 from penstock.engine.native.parts.attention import AttentionPacker
-from penstock.engine.native.parts.ends import pack_ends
-from penstock.engine.native.parts.experts import describe_experts, pack_experts
-from penstock.engine.native.parts.mlp import pack_mlp
-from penstock.engine.native.parts.per_layer_inputs import pack_input, pack_inputs
 from penstock.engine.native.structures import structure
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
-
-_MODEL, _LAYER, _RANKS = map(structure, ("Model", "Layer", "Ranks"))
 
 
 def pack_model(
@@ -29,30 +27,32 @@ def pack_model(
     for linear in _linears(model):
         check_format(linear)
     config = model.config
-    embedding, head = pack_ends(packer, model)
+    embedding, head = _pack_ends(packer, model)
     attention, inputs = AttentionPacker(packer, model, pool), model.per_layer_inputs
     with ThreadPoolExecutor(threads) as workers:
         pack = partial(_pack_layer, packer, attention)
         layers = list(workers.map(pack, range(config.num_layers), model.layers))
     kinds = attention.kinds()
-    packed = _MODEL(
+    sources = () if inputs is None else (inputs, inputs.config)
+    alpha, limit = (config.experts and config.experts.activation.clamp) or (0.0, 0.0)
+    packed = structure("Model")(
         num_layers=config.num_layers,
         hidden=config.hidden_size,
         heads=config.num_heads,
         mlp=max(*(layer.mlp.size for layer in layers), inputs.shape[1] if inputs else 0),
         block_size=pool.layer(0)[0].shape[1],
-        kinds=packer.array(structure("Heads"), kinds),
+        kinds=packer.array("Heads", kinds),
         num_kinds=len(kinds),
         eps=config.norm.eps,
-        layers=packer.array(_LAYER, layers),
+        layers=packer.array("Layer", layers),
         whole_qk_norm=any(attention.norms_whole for attention in config.attentions),
         has_post_norms=any(layer.norms.post for layer in config.layers),
         is_gelu=any(layer.mlp and layer.mlp.activation.is_gelu for layer in config.layers),
         norms_values=any(attention.norms_values for attention in config.attentions),
         embedding=embedding,
         head=head,
-        experts=describe_experts(config.experts),
-        inputs=pack_inputs(packer, inputs),
+        experts=packer.filled("Experts", config.experts, swiglu_alpha=alpha, swiglu_limit=limit),
+        inputs=packer.filled("PerLayerInputs", *sources),
         ranks=_ranks(model),
     )
     return packed, layers
@@ -61,28 +61,58 @@ def pack_model(
 def _pack_layer(
     packer: Packer, attention: AttentionPacker, index: int, layer: DecoderLayer
 ) -> Structure:
-    packed = _LAYER(
-        **packer.norms(layer.norms, "input_norm", "attended_norm", "mlp_norm", "active_norm"),
-        attention=attention.layer(index),
-        scalar=1.0 if layer.norms.scalar is None else float(layer.norms.scalar),
-    )
-    if layer.mlp is not None:
-        packed.mlp = pack_mlp(packer, layer.mlp)
+    norms, mlp = layer.norms, layer.mlp
+    given = {"attention": attention.layer(index)}
+    if mlp is not None:
+        gate, up = packer.linears(mlp.gate_up, *[mlp.config.size] * 2)
+        given["mlp"] = packer.filled("MlpLayer", mlp, mlp.config, gate=gate, up=up)
     if layer.experts is not None:
-        packed.experts = pack_experts(packer, layer.experts, layer.norms.mlp_norm)
+        given["experts"] = _pack_experts(packer, layer.experts, norms.mlp_norm)
     if layer.per_layer_input is not None:
-        packed.input = pack_input(packer, layer.per_layer_input)
-    return packed
+        given["input"] = packer.filled("PerLayerInput", layer.per_layer_input)
+    scalar = 1.0 if norms.scalar is None else float(norms.scalar)
+    return packer.filled("Layer", norms, scalar=scalar, **given)
+
+
+def _pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) -> Structure:
+    """mlp_norm: the norm of what router and experts read where the layer has no MLP."""
+    assert not layer.config.shared_size, "the compiled step has no shared expert"
+    num, size = layer.config.num_experts, layer.config.size
+    gates_and_ups = packer.linears(layer.gate_up, *[size] * (2 * num))
+    downs = packer.linears(layer.down, *[layer.config.hidden_size] * num)
+    each = zip(gates_and_ups[::2], gates_and_ups[1::2], downs, strict=True)
+    experts = [structure("Expert")(*expert) for expert in each]
+    norms = dict.fromkeys(("router_norm", "input_norm"), packer.norm(mlp_norm))
+    given = {} if layer.config.is_beside_mlp else norms
+    return packer.filled("ExpertsLayer", layer, each=packer.array("Expert", experts), **given)
+
+
+def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]:
+    """Returns the embedding and the head, which may be the same matrix."""
+    config, table = model.config, model.embedding
+    [output] = parts(model.lm_head, packer.dtype)
+    has_head = len(model.norm) > 0
+    given = {"linear": packer.packed(output)} if has_head else {}
+    head = packer.filled("Head", model, config.head, **given)
+    is_shared = has_head and config.head.is_tied and isinstance(output, PlainLinear)
+    if is_shared and isinstance(output, PlainLinear):  # then it is in memory once
+        table = output.weight
+    embedding = structure("Embedding")(
+        table=packer.address(table),
+        is_in_bands=is_shared,
+        rows=config.vocab_size,
+        multiplier=multiplier(config.embedding, packer.dtype),
+    )
+    return embedding, head
 
 
 def _ranks(model: LlamaModel) -> Structure:
     if model.group is None:
-        return _RANKS()
+        return structure("Ranks")()
     assert isinstance(model.group, SharedMemoryGroup), model.group
     group, all_reduce = model.group.all_reduce_lane
-    return _RANKS(
-        group=group, all_reduce=all_reduce, num=model.group.size, first_id=model.shard.first_id
-    )
+    num, first_id = model.group.size, model.shard.first_id
+    return structure("Ranks")(group=group, all_reduce=all_reduce, num=num, first_id=first_id)
 
 
 def _linears(model: LlamaModel) -> Iterator[Linear]:

@@ -1,47 +1,61 @@
-"""Packs linear layers into the bands that products.h, grouped.h, blocks.h and fp8.h multiply."""
+"""Packs linear layers for the compiled step, and fills the structures that it reads."""
 
 import ctypes
 import itertools
 import math
 from collections.abc import Sequence
-from ctypes import Structure, c_bool, c_int64, c_void_p
+from ctypes import Structure, c_bool, c_int64
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena, zeros_on_touch
-from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.layers.fp8 import Fp8Linear
-from penstock.engine.models.layers.grouped import GroupedLinear
-from penstock.engine.models.layers.linear import Linear, LinearProducts, PlainLinear, StackedLinear
-from penstock.engine.native.formats import CODE_FORMATS, format_number
+from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.layers.grouped import NATIVE_GROUP_MULTIPLE
+from penstock.engine.models.layers.linear import (
+    BAND,
+    Linear,
+    PackableLinear,
+    PlainLinear,
+    StackedLinear,
+)
+from penstock.engine.native.library import CODE_FORMATS, format_number
 from penstock.engine.native.structures import structure
 
 PATH = "the compiled CPU step"
-# products.h packs so many rows of a weight together.
-BAND = 32
-# Activations are rounded in the same groups as weights, so groups of more would cost precision.
-_MAX_GROUP = 128
-_GROUP_MULTIPLE = 8
-_TABLE_BYTES = 64
-
-# The exponents of bfloat16 have more than the codes': see fp8.h.
-_FP8_SCALE = 256.0
-
-_LINEAR = structure("Linear")
-
-Packable = PlainLinear | GroupedLinear | Fp8Linear
+FORMATS = (PlainLinear.weight_format, *CODE_FORMATS, StackedLinear.weight_format)
+"""The formats that `Packer` packs."""
 
 
 class Packer:
-    """Keeps all that it has given the address of. dtype: of plain weights."""
+    """See `Bands`. dtype: of plain weights."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._library = library
         self._arena = Arena()
         self._owned: list[object] = []
+
+    def filled(self, name: str, *sources: object, **given: Any) -> Structure:
+        """Returns the structure of this name. A field that is not given is what the first source
+        has that has such an attribute: a tensor in float32, a linear layer, those that are stacked
+        in one, or a number. What none has stays zero."""
+        packed = structure(name)(**given)
+        for field, *_ in packed._fields_:
+            found = (getattr(source, field) for source in sources if hasattr(source, field))
+            if field in given or (value := next(found, None)) is None:
+                continue
+            place = getattr(packed, field)
+            if isinstance(place, ctypes.Array):
+                packed_parts = self.linears(cast(Linear, value))
+                place[: len(packed_parts)] = packed_parts
+            elif isinstance(place, Structure):
+                setattr(packed, field, self.linear(cast(Linear, value)))
+            else:
+                setattr(packed, field, self.norm(value) if isinstance(value, Tensor) else value)
+        return packed
 
     def address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -53,11 +67,8 @@ class Packer:
     def norm(self, weight: Tensor | None) -> int | None:
         return None if weight is None else self.address(weight.float())
 
-    def norms(self, layer: object, *names: str) -> dict[str, int | None]:
-        return {name: self.norm(getattr(layer, name)) for name in names}
-
-    def array(self, kind: type[Structure], items: Sequence[Structure]) -> int:
-        array = (kind * len(items))(*items)
+    def array(self, name: str, items: Sequence[Structure]) -> int:
+        array = (structure(name) * len(items))(*items)
         self._owned.append(array)
         return ctypes.addressof(array)
 
@@ -69,193 +80,92 @@ class Packer:
     def linears(self, linear: Linear, *rows: int) -> list[Structure]:
         """Packs the layers that are stacked in this one: see `parts`."""
         packed = [self.packed(part) for part in parts(linear, self.dtype, *rows)]
-        _release(linear)
+        for layer in _stored(linear):
+            layer.release()
         return packed
 
-    def packed(self, layer: Packable) -> Structure:
-        """Packs plain weights where they are, if they fill their bands."""
-        if isinstance(layer, PlainLinear):
-            return self._plain(layer)
+    def packed(self, layer: PackableLinear) -> Structure:
         number = format_number(layer.weight_format)
-        assert self._library.penstock_formats() >> number & 1, layer.weight_format
-        return self._codes(layer) if isinstance(layer, GroupedLinear) else self._fp8(layer)
+        assert not number or self._library.penstock_formats() >> number & 1, layer.weight_format
+        return structure("Linear")(
+            bias=self.address(layer.bias),
+            rows=layer.out_features,
+            columns=layer.in_features,
+            format=number,
+            **layer.packed(self),
+        )
 
-    def _pack(self, kind: str, to: int | None, codes: Tensor, *arguments: int | c_void_p) -> bool:
-        """Calls a function of the library. Returns what that of FP8 does."""
+    def plain(self, weight: Tensor) -> Tensor:
+        """See `Bands`."""
+        packed = weight
+        if len(weight) % BAND:
+            packed = zeros_on_touch((_whole(len(weight)), weight.shape[1]), weight.dtype)
+        self._pack("", packed, weight, *weight.shape)
+        return packed
+
+    def codes(self, kind: str, codes: Tensor, row_bytes: int, *sizes: int) -> int | None:
+        """See `Bands`."""
+        packed = self._arena.empty((_whole(len(codes)), row_bytes), codes.dtype)
+        return self.address(packed) if self._pack(f"_{kind}", packed, codes, *sizes) else None
+
+    def _pack(self, kind: str, to: Tensor, codes: Tensor, *sizes: int) -> bool:
+        """Calls a function of the library. Returns what that of FP8 does, and else True."""
         pack = getattr(self._library, f"penstock_pack{kind}")
-        numbers = (c_int64(each) if isinstance(each, int) else each for each in arguments)
-        return bool(pack(c_void_p(to), c_void_p(codes.data_ptr()), *numbers))
+        pack.restype = c_bool if kind == "_fp8" else None
+        result = pack(*map(c_int64, (to.data_ptr(), codes.data_ptr(), *sizes)))
+        return result is not False
 
-    def _plain(self, layer: PlainLinear) -> Structure:
-        rows, columns = layer.weight.shape
-        packed = layer.weight if rows % BAND == 0 else _bands(rows, columns, layer.weight.dtype)
-        self._pack("", self.address(packed), layer.weight, rows, columns)
-        layer.weight = packed
-        return _LINEAR(
-            weight=packed.data_ptr(), bias=self.address(layer.bias), rows=rows, columns=columns
-        )
+    def in_bands(self, *by_group: Tensor | None) -> int | None:
+        """See `Bands`."""
+        stacked = torch.stack([each for each in by_group if each is not None], dim=2)
+        padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % BAND))
+        banded = padded.view(-1, BAND, *stacked.shape[1:]).permute(0, 2, 3, 1)
+        return self.address(banded.contiguous())
 
-    def _fp8(self, layer: Fp8Linear) -> Structure:
-        """See fp8.h. Raises InvalidModel."""
-        rows, columns = layer.codes.shape
-        height, width = layer.block
-        packed = self._arena.empty((-(-rows // BAND) * BAND, columns), torch.uint8)
-        self._library.penstock_pack_fp8.restype = c_bool
-        if not self._pack("_fp8", self.address(packed), layer.codes, rows, columns):
-            raise InvalidModel("weights in FP8 are NaN; download the model again")
-        is_by_band = height % BAND == 0
-        if is_by_band:
-            scales = layer.scales.repeat_interleave(height // BAND, dim=0)[: len(packed) // BAND]
-        else:
-            scales = _in_bands(layer.scales_by_row())
-        return _LINEAR(
-            weight=packed.data_ptr(),
-            bias=self.address(layer.bias),
-            rows=rows,
-            columns=columns,
-            group=width,
-            scales=self.address((scales * _FP8_SCALE).contiguous()),
-            is_by_band=is_by_band,
-            format=format_number(layer.weight_format),
-        )
 
-    def _codes(self, layer: GroupedLinear) -> Structure:
-        rows, columns = layer.out_features, layer.in_features
-        row_bytes = -(-columns // layer.group_size) * layer.group_size * layer.bits // 8
-        packed = self._arena.empty((-(-rows // BAND) * BAND, row_bytes), layer.codes.dtype)
-        native = _LINEAR(
-            weight=self.address(packed),
-            bias=self.address(layer.bias),
-            rows=rows,
-            columns=columns,
-            bits=layer.bits,
-            group=layer.group_size,
-            offset=1 << (layer.bits - 1),
-            format=format_number(layer.weight_format),
-        )
-        if layer.levels is not None:
-            native.offset = -int(layer.levels.min())
-            levels = (layer.levels.short() + native.offset).to(torch.uint8)
-            native.table = self.address(levels.repeat(_TABLE_BYTES // len(levels)))
-        if layer.has_blocks:
-            self._add_blocks(layer, native)
-        else:
-            self._add_groups(layer, native)
-        return native
-
-    def _add_groups(self, layer: GroupedLinear, native: Structure) -> None:
-        """See grouped.h."""
-        sizes = (native.rows, native.columns, layer.bits, layer.group_size)
-        self._pack("_codes", native.weight, layer.codes, *sizes)
-        scales = layer.scales
-        if scales.dtype is not torch.float16 and bool((scales.half().float() == scales).all()):
-            scales = scales.half()
-        native.has_half_scales = scales.dtype is torch.float16
-        native.scales = self.address(_in_bands(scales))
-        if layer.zeros is not None:
-            # They are those of unsigned codes.
-            zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
-            native.zeros = self.address(_in_bands(zeros))
-
-    def _add_blocks(self, layer: GroupedLinear, native: Structure) -> None:
-        """See blocks.h."""
-        high = c_void_p(None if layer.high is None else layer.high.data_ptr())
-        sizes = (native.rows, native.columns, layer.bits)
-        self._pack("_blocks", native.weight, layer.codes, high, *sizes)
-        native.has_minima = layer.minima is not None
-        native.scales = self.address(_in_bands(layer.scales, layer.minima))
-        if layer.factors is not None:
-            native.factors = self.address(_in_bands(layer.factors, layer.minimum_factors))
+def _whole(rows: int) -> int:
+    """Returns the rows of whole bands."""
+    return -(-rows // BAND) * BAND
 
 
 def check_format(linear: Linear) -> None:
     """Raises UnsupportedWeightFormat."""
-    _LINEARS.of(linear)
+    _stored(linear)
 
 
-def _release(linear: Linear) -> None:
-    """Frees the codes of a layer that has been packed; it cannot compute any more."""
-    for layer in _LINEARS.of(linear):
-        if not isinstance(layer, PlainLinear):
-            layer.codes, layer.scales = layer.codes.new_empty(0), layer.scales.new_empty(0)
-        if isinstance(layer, GroupedLinear):
-            layer.high = layer.minima = layer.factors = layer.minimum_factors = None
+def _stored(linear: Linear) -> list[PackableLinear]:
+    """Returns the layers that are stacked in this one. Raises UnsupportedWeightFormat."""
+    if linear.weight_format not in FORMATS:
+        raise UnsupportedWeightFormat(linear.weight_format, PATH, FORMATS)
+    if isinstance(linear, StackedLinear):
+        return [each for part in linear.parts for each in _stored(part)]
+    return [cast(PackableLinear, linear)]
 
 
-def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
+def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[PackableLinear]:
     """Returns the layers that are stacked in this one: in codes that are integers all, and in the
     same groups, or none, so that they read the same activations.
 
     dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
-    layers = _LINEARS.of(linear)
+    layers = _stored(linear)
     if rows and len(layers) == 1:
         ends = itertools.accumulate(rows)
-        layers = [layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True)]
-    if not any(isinstance(layer, GroupedLinear) for layer in layers):
-        return [layer if _is_in_pairs(layer) else _widened(layer, dtype) for layer in layers]
-    groups = [_group(layer) for layer in layers if isinstance(layer, GroupedLinear)]
+        each = (layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True))
+        layers = [cast(PackableLinear, layer) for layer in each]
+    groups = [layer.code_group for layer in layers if layer.code_group is not None]
+    if not groups:
+        return [each if each.has_packable_codes else _widened(each, dtype) for each in layers]
     # Activations are rounded once for all of them.
     group = math.gcd(*groups)
-    if len(groups) < len(layers) or group % _GROUP_MULTIPLE:
+    if len(groups) < len(layers) or group % NATIVE_GROUP_MULTIPLE:
         return [_widened(layer, dtype) for layer in layers]
-    return [layer.regrouped(group) for layer in layers if isinstance(layer, GroupedLinear)]
+    return [layer.regrouped(group) for layer in layers]
 
 
-def _group(layer: GroupedLinear) -> int:
-    """Returns the largest size that its groups can be split into, and that is not too large."""
-    if layer.has_blocks:
-        return layer.group_size
-    if layer.group_size >= layer.in_features:  # one scale a row
-        return 64
-    sizes = range(_GROUP_MULTIPLE, _MAX_GROUP + 1, _GROUP_MULTIPLE)
-    return max((size for size in sizes if layer.group_size % size == 0), default=1)
-
-
-def _is_in_pairs(layer: Packable) -> bool:
-    """Returns whether fp8.h has such groups; others are plain."""
-    if not isinstance(layer, Fp8Linear):
-        return True
-    return layer.in_features % 2 == 0 and (
-        layer.block[1] % 2 == 0 or layer.block[1] >= layer.in_features
-    )
-
-
-def _widened(layer: Packable, dtype: torch.dtype) -> PlainLinear:
+def _widened(layer: PackableLinear, dtype: torch.dtype) -> PackableLinear:
     if isinstance(layer, PlainLinear):
         return layer
     weight = torch.empty((layer.out_features, layer.in_features), dtype=dtype)
     layer.write_weight(weight)
     return PlainLinear(weight, layer.bias)
-
-
-def _bands(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return zeros_on_touch((-(-rows // BAND) * BAND, columns), dtype)
-
-
-def _in_bands(*by_group: Tensor | None) -> Tensor:
-    """Packs tensors of (rows, groups) into (bands, groups, how many, 32), filled up with zeros."""
-    stacked = torch.stack([each for each in by_group if each is not None], dim=2)
-    padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % BAND))
-    return padded.view(-1, BAND, *stacked.shape[1:]).permute(0, 2, 3, 1).contiguous()
-
-
-def _as_is(linear: Packable) -> list[Packable]:
-    return [linear]
-
-
-def _each(stacked: StackedLinear) -> list[Packable]:
-    return [part for linear in stacked.parts for part in _LINEARS.of(linear)]
-
-
-_LINEARS: LinearProducts[list[Packable]] = LinearProducts(
-    PATH,
-    {
-        PlainLinear.weight_format: _as_is,
-        **dict.fromkeys(CODE_FORMATS, _as_is),
-        StackedLinear.weight_format: _each,
-    },
-)
-
-FORMATS = _LINEARS.formats
-"""The formats that `Packer` packs."""

@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator
 from ctypes import Structure
 from functools import cache
+from threading import Lock
 
 from penstock.engine.native.compiler import ENGINE
 
+# Threads that ask for the same structure get the same one.
+_ONE_THREAD = Lock()
 _STRUCT = r"^struct {} \{{\n(.*?)^\}};"
 _DECLARATION = re.compile(r"(?:const )?(\w+) (.+)", re.DOTALL)
 _FIELD = re.compile(r"(\*?)(\w+)(?:\[(\d+)\])?")
@@ -26,7 +29,8 @@ def structure(name: str, source: str = "native/step/structs.h") -> type[Structur
     It may have numbers, pointers, structures that the same source declares, and arrays of these;
     a ValueError names anything else, whose place is not known here.
     """
-    return _structure(name, source)
+    with _ONE_THREAD:
+        return _structure(name, source)
 
 
 @cache

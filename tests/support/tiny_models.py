@@ -22,8 +22,7 @@ from penstock.engine.models.decoder.model import LlamaModel, Model
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
 from penstock.engine.models.parts.delta_net.layer import torch_recurrence
-from penstock.engine.native.formats import CODE_FORMATS
-from penstock.engine.native.library import load_library
+from penstock.engine.native.library import CODE_FORMATS, load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.process.phases import Phases

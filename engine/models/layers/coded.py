@@ -5,6 +5,7 @@ Codes are put in that form as they are read, so that a device never holds them t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -66,9 +67,10 @@ class CodedLinear(_SlowLinear):
 
 
 class CodesLinear(_SlowLinear):
-    """A layer of codes that a GPU may compute as a `CodedLinear`."""
+    """A layer of codes that a GPU may compute as a `CodedLinear`, and the compiled CPU step."""
 
     codes: Tensor
+    scales: Tensor
 
     @property
     def out_features(self) -> int:
@@ -83,6 +85,14 @@ class CodesLinear(_SlowLinear):
         """See `StoredLinear`."""
         weight = self.coded_weight(device)
         return None if weight is None else CodedLinear(weight, self.bias)
+
+    def regrouped(self, group_size: int) -> Self:
+        """See `PackableLinear`; of codes that are no integers, nothing changes."""
+        return self
+
+    def release(self) -> None:
+        """See `PackableLinear`."""
+        self.codes, self.scales = self.codes.new_empty(0), self.scales.new_empty(0)
 
 
 def coded_weight(

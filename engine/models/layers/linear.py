@@ -16,7 +16,9 @@ from penstock.engine.models.errors import UnsupportedWeightFormat
 MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
 
 # Rows of a weight of which a copy in float32 is small.
-_BAND = 512
+_WIDENED_ROWS = 512
+# The compiled CPU step has so many rows of a weight together (products.h).
+BAND = 32
 
 
 class Linear(Protocol):
@@ -68,6 +70,59 @@ class JoinableLinear(StoredLinear, Protocol):
         ...
 
 
+class Bands(Protocol):
+    """Packs weights for the compiled CPU step, in bands of `BAND` rows. It owns what it gives the
+    address of."""
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        """Returns where a contiguous tensor is."""
+        ...
+
+    def plain(self, weight: Tensor) -> Tensor:
+        """Returns the weight as it is packed, in its own memory if it fills its bands."""
+        ...
+
+    def in_bands(self, *by_group: Tensor | None) -> int | None:
+        """Returns where tensors of (rows, groups) are as (bands, groups, how many, 32), filled up
+        with zeros."""
+        ...
+
+    def codes(self, kind: str, codes: Tensor, row_bytes: int, *sizes: int) -> int | None:
+        """Returns where the codes are, (rows, row_bytes) in bands, as `penstock_pack_KIND` packs
+        them, which gets the sizes; None where they are not numbers."""
+        ...
+
+
+class PackableLinear(StoredLinear, Protocol):
+    """One that the compiled CPU step can compute."""
+
+    bias: Tensor | None
+    in_features: int
+
+    @property
+    def code_group(self) -> int | None:
+        """The largest groups that codes of integers can be split into, within the step's bounds;
+        None where the weights are no such codes."""
+        ...
+
+    @property
+    def has_packable_codes(self) -> bool:
+        """Whether the step computes its weights as they are stored; others become plain."""
+        ...
+
+    def regrouped(self, group_size: int) -> "PackableLinear":
+        """Returns the same weights in smaller groups, of a size that divides theirs."""
+        ...
+
+    def packed(self, bands: Bands) -> dict[str, Any]:
+        """Returns fields of `Linear` (structs.h). Raises InvalidModel."""
+        ...
+
+    def release(self) -> None:
+        """Frees what has been packed; the layer cannot compute any more."""
+        ...
+
+
 @dataclass(eq=False)
 class PlainLinear:
     """weight: (out_features, in_features), as in the checkpoint."""
@@ -76,9 +131,12 @@ class PlainLinear:
     bias: Tensor | None
     weight_format = "plain"
     kind = "plain"
+    code_group = None
+    has_packable_codes = True
 
     def __post_init__(self) -> None:
         self.num_bytes = tensor_bytes(self.weight, self.bias)
+        self.in_features = self.weight.shape[-1]
 
     @property
     def out_features(self) -> int:
@@ -97,6 +155,17 @@ class PlainLinear:
 
     def write_weight(self, out: Tensor) -> None:
         out.copy_(self.weight)
+
+    def regrouped(self, group_size: int) -> "PlainLinear":
+        return self
+
+    def packed(self, bands: Bands) -> dict[str, Any]:
+        """Packs the weight where it is, if it fills its bands."""
+        self.weight = bands.plain(self.weight)
+        return {"weight": bands.address(self.weight)}
+
+    def release(self) -> None:
+        """Nothing is left to free."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -191,8 +260,8 @@ def stacked(layers: Sequence[JoinableLinear], bias: Tensor | None) -> StoredLine
 
 def bands(num_rows: int) -> Iterator[tuple[int, int]]:
     """Yields the first row, and the first after it, of each band that is widened at a time."""
-    for start in range(0, num_rows, _BAND):
-        yield start, min(start + _BAND, num_rows)
+    for start in range(0, num_rows, _WIDENED_ROWS):
+        yield start, min(start + _WIDENED_ROWS, num_rows)
 
 
 def tensor_bytes(*tensors: Tensor | None) -> int:

@@ -8,9 +8,6 @@ from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.native.packing import Packer
-from penstock.engine.native.structures import structure
-
-_HEADS, _LAYER = structure("Heads"), structure("AttentionLayer")
 
 
 class AttentionPacker:
@@ -25,12 +22,7 @@ class AttentionPacker:
     def kinds(self) -> Sequence[Structure]:
         tables = self._model.rotary.layers
         return [
-            _HEADS(
-                kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-                rotary_dim=tables[first].rotary_dim,
-                query_factors=self._packer.address(tables[first].query_factors),
-            )
+            self._packer.filled("Heads", heads, tables[first], kv_heads=heads.num_kv_heads)
             for heads, first in self._firsts.items()
         ]
 
@@ -39,15 +31,14 @@ class AttentionPacker:
         layer = self._model.layers[index].attention
         num_rows = len(angles.cos) if angles.cos.stride(0) else 1
         (keys, key_scales), (values, value_scales) = map(self._pages, self._pool.layer(index))
-        packed = _LAYER(
-            **packer.norms(layer, "query_norm", "key_norm"),
-            output=packer.linear(layer.output),
+        return packer.filled(
+            "AttentionLayer",
+            layer,
+            layer.config,
             keys=keys,
             values=values,
             key_scales=key_scales,
             value_scales=value_scales,
-            sinks=packer.address(layer.sinks),
-            window=layer.config.window or 0,
             cos=packer.address(angles.cos[:num_rows]),
             sin=packer.address(angles.sin[:num_rows]),
             angles_step=angles.cos.stride(0),
@@ -55,9 +46,6 @@ class AttentionPacker:
             heads=self._kinds.index(layer.config.heads),
             kv_parts=layer.config.num_kv_parts,
         )
-        for place, linear in enumerate(packer.linears(layer.qkv)):
-            packed.qkv[place] = linear
-        return packed
 
     def _pages(self, pages: KVPages) -> tuple[int | None, int | None]:
         """Returns where keys or values are, and their scales if they are codes."""

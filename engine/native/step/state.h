@@ -112,7 +112,7 @@ struct StepState {
           })),
           attended_size(most([&](const Heads &heads) { return model.heads * heads.head_dim; })),
           x_step(padded(std::max(model.hidden, attended_size))), mlp_step(padded(model.mlp)),
-          expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.each) {
+          expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.num_per_token) {
         const int64_t rows = std::max(step.tokens, step.samples) + kSpare;
         residual = memory.residual.reserve(step.tokens * model.hidden);
         if (model.has_post_norms || model.ranks.group)
@@ -127,7 +127,7 @@ struct StepState {
 
     // More than there are.
     int64_t num_phases() const {
-        return (13 + (model.experts.num ? 12 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
+        return (13 + (model.experts.num_experts ? 12 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
                 (model.ranks.group ? 5 : 0)) * model.num_layers + 8;
     }
 
@@ -161,7 +161,7 @@ struct StepState {
         for (int64_t i = 0; i < model.num_kinds; ++i) found = std::max(found, of(model.kinds[i]));
         return found;
     }
-    bool are_beside() const { return model.experts.num && model.layers[0].mlp.size; }
+    bool are_beside() const { return model.experts.num_experts && model.layers[0].mlp.size; }
 
     void reserve_codes() {
         int64_t bytes = 0;

@@ -72,9 +72,9 @@ struct ExpertsLayer {
 };
 
 // Layers with experts: how many they have, how many compute a token, and the size of each. 0 where no layer
-// has any. are_weights_normed: whether those of a token's experts add up to 1.
+// has any. is_normed: whether those of a token's experts add up to 1.
 struct Experts {
-    int64_t num, each, size, are_weights_normed;
+    int64_t num_experts, num_per_token, size, is_normed;
     double swiglu_alpha, swiglu_limit;  // of an activation that is clamped; a limit of 0: it is not
 };
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.native import compiler, library
-from penstock.engine.native.formats import CODE_FORMATS
 from penstock.engine.native.packing import FORMATS
 from tests.support.compiler import needs_compiler
 from tests.support.gguf_files import write_gguf
@@ -186,7 +185,7 @@ def test_codes_give_the_same_bits_by_tiles_as_by_vectors(
     make_linear = coded(bits, group, has_zeros=has_zeros)
     by_tiles = Harness(path, native=True, has_codes=True, make_linear=make_linear)
     monkeypatch.setenv("CXXFLAGS", "-O1 -Wno-psabi -march=native -mno-amx-tile")
-    vectors = library.load_library.__wrapped__(torch.float32, frozenset(CODE_FORMATS))
+    vectors = library.load_library.__wrapped__(torch.float32, frozenset(library.CODE_FORMATS))
     by_vectors = Harness(path, native=True, library=vectors, make_linear=make_linear)
     for harness in (by_tiles, by_vectors):
         harness.token_table[:, :120] = torch.arange(480).view(4, 120) % 96

@@ -8,8 +8,8 @@ namespace {
 class ExpertsPhases : PartPhases {
   public:
     explicit ExpertsPhases(StepContext &context) : PartPhases(context), routing_(state_.workspace.routing) {
-        if (!m_.experts.num) return;
-        routing_.reserve(s_.tokens, m_.experts.num, m_.experts.each, kChunk);
+        if (!m_.experts.num_experts) return;
+        routing_.reserve(s_.tokens, m_.experts.num_experts, m_.experts.num_per_token, kChunk);
         if (state_.change) beside_ = state_.change + s_.tokens * m_.hidden;
     }
 
@@ -24,7 +24,7 @@ class ExpertsPhases : PartPhases {
                                       std::copy_n(y, count, routing_.logits(t) + n);
                                   });
             thread.run(s_.tokens, [&](int64_t t) {
-                routing_.choose(t, m_.experts.are_weights_normed, layer.factors);
+                routing_.choose(t, m_.experts.is_normed, layer.factors);
             });
             if (!is_apart) gate(thread, layer, source);
         });
