@@ -20,11 +20,18 @@ from functools import cache
 import pytest
 from hypothesis import settings
 
+from tests.support.interpreter import hasten_interpreter
 from tests.support.serving import MAX_MODEL_LEN, RunningServer
 
 # Hundreds of servers and commands are started: without its cache each compiles all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """All modules of tests have been imported, and Triton with those that need it."""
+    hasten_interpreter()
+
 
 settings.register_profile("penstock", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("penstock")

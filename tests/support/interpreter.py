@@ -1,0 +1,88 @@
+"""Triton's interpreter without the work that it repeats, which was half of the time of its tests.
+
+At each launch it replaces the functions of `triton.language` by its own, and again at each call of
+a function inside of a kernel, where they are replaced already. Each operation makes the types of
+its result anew, with the same few shapes. A version of Triton that has another shape keeps all.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def hasten_interpreter() -> None:
+    """Does nothing where Triton has not been imported."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    names = ("_patch_lang", "_LangPatchScope", "_patch_builtin", "_get_np_dtype")
+    if interpreter is not None and all(hasattr(interpreter, name) for name in names):
+        _patch_once(interpreter)
+        _remember_numpy_types(interpreter)
+        _remember_block_types(interpreter.tl.core)
+
+
+def _patch_once(interpreter: Any) -> None:
+    patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
+    modules = (interpreter.tl, interpreter.tl.core)
+    patched: set[str] = set()
+    languages_of: dict[int, frozenset[str]] = {}
+
+    class Scope(scope_class):  # type: ignore[misc, valid-type]
+        languages: frozenset[str] = frozenset()
+
+        def restore(self) -> None:
+            super().restore()
+            patched.difference_update(self.languages)
+
+    def patch(fn: Any) -> Any:
+        languages = languages_of.get(id(fn.__globals__))  # of a module, which is there to the end
+        if languages is None:
+            found = [each for each in modules if any(each is v for v in fn.__globals__.values())]
+            languages = frozenset(each.__name__ for each in found)
+            languages_of[id(fn.__globals__)] = languages
+        if languages and languages <= patched:
+            return Scope()
+        scope = patch_lang(fn)
+        scope.languages = languages - patched
+        patched.update(languages)
+        return scope
+
+    interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch
+
+
+def _remember_numpy_types(interpreter: Any) -> None:
+    language, find = interpreter.tl, interpreter._get_np_dtype
+    types: dict[str, Any] = {}
+
+    def numpy_type(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, language.block_type) else dtype
+        key = "pointer" if isinstance(scalar, language.pointer_type) else scalar.name
+        if key not in types:
+            types[key] = find(dtype)
+        return types[key]
+
+    interpreter._get_np_dtype = numpy_type
+
+
+def _remember_block_types(core: ModuleType) -> None:
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    attributes: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = (element_ty.name, getattr(element_ty, "const", None), sizes)
+        if key not in attributes:
+            make_block(self, element_ty, shape)
+            attributes[key] = self.__dict__
+        else:
+            self.__dict__.update(attributes[key])
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        known = type.__dict__.get("known_shape")
+        if known is None:
+            make_tensor(self, handle, type)
+            type.known_shape = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
