@@ -26,7 +26,7 @@ from penstock.loadtest.bench.replay import Progress, raise_open_file_limit, repl
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
-from penstock.loadtest.exit_status import INTERRUPTED
+from penstock.loadtest.command_line import INTERRUPTED
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import (
     Replay,

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from penstock.loadtest.bench.config import check_writable
 from penstock.loadtest.bench.results import say, show_text, writing
-from penstock.loadtest.parser import BenchParser
-from penstock.loadtest.report.comparison import compare, read_sides
+from penstock.loadtest.command_line import BenchParser
+from penstock.loadtest.report.comparison import compare, comparison_text, read_sides
 from penstock.loadtest.report.comparison_html import comparison_html
-from penstock.loadtest.report.comparison_text import comparison_text
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 

@@ -19,11 +19,16 @@ from penstock.loadtest.bench.flags import (
     SAMPLING,
 )
 from penstock.loadtest.bench.sweep import SweepConfig
-from penstock.loadtest.exit_status import require
+from penstock.loadtest.command_line import require
 from penstock.loadtest.report.plots import check_matplotlib
 from penstock.loadtest.report.report import METRIC_TITLES, ReportConfig
-from penstock.loadtest.workload.arrivals import Ramp, RampStrategy
-from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.config import (
+    Dataset,
+    PromptFormat,
+    Ramp,
+    RampStrategy,
+    WorkloadConfig,
+)
 from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig
 

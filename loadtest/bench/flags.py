@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.loadtest.parser import BenchParser, add_flags
-from penstock.loadtest.workload.arrivals import RampStrategy
+from penstock.loadtest.command_line import BenchParser, add_flags
 from penstock.loadtest.workload.config import (
     DEFAULT_CUSTOM_OUTPUT_LEN,
     DEFAULT_VOCAB_SIZE,
     FIRST_TOKEN_ID,
     Dataset,
     PromptFormat,
+    RampStrategy,
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

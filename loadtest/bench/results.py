@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
-from penstock.loadtest.exit_status import discard_output, printer
+from penstock.loadtest.command_line import discard_output, printer
 from penstock.loadtest.report.figures import Figure, Measurement, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.replay import Progress, replay
-from penstock.loadtest.exit_status import require
+from penstock.loadtest.command_line import require
 from penstock.loadtest.report.report import (
     Replay,
     ReportConfig,

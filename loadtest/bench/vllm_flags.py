@@ -4,7 +4,7 @@ A command line that was written for vLLM is told from a mistake: its flags, data
 are refused by name.
 """
 
-from penstock.loadtest.parser import with_dashes
+from penstock.loadtest.command_line import with_dashes
 
 _LORA = "each adapter is a model; measure one with --model"
 _PLOT = "use --report FILE or --plot-dir DIR, which draw the timeline and more"

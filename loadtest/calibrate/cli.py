@@ -26,8 +26,7 @@ from penstock.loadtest.calibrate.front_end import (
     read_steps,
 )
 from penstock.loadtest.calibrate.sweep import run_sweep
-from penstock.loadtest.exit_status import exit_status, printer, require
-from penstock.loadtest.parser import BenchParser, add_flags
+from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import AttentionWork, StepWork
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS

@@ -14,7 +14,7 @@ from penstock.engine.config import (
     LoadFormat,
     Quantization,
 )
-from penstock.loadtest.parser import add_flags
+from penstock.loadtest.command_line import add_flags
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 
 DEMO_MODEL = Path(str(files("penstock.engine.hub") / "demo_model"))

@@ -5,10 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.plan.load import Load
-from penstock.loadtest.plan.probe import Point, probe
-from penstock.loadtest.plan.search import Searched
-from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.plan.probe import Point, Targets, probe
+from penstock.loadtest.plan.search import Load, Searched
 
 # The plan is simulated whole, behind a router; more replicas are, for a shorter time.
 _MAX_WHOLE = 8

@@ -17,8 +17,7 @@ from penstock.loadtest.bench.config import check_writable, report_config, worklo
 from penstock.loadtest.bench.flags import add_dataset
 from penstock.loadtest.bench.results import show_text, writing
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
-from penstock.loadtest.exit_status import exit_status, printer, require
-from penstock.loadtest.parser import BenchParser, add_flags
+from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
     Candidate,
@@ -27,13 +26,11 @@ from penstock.loadtest.plan.candidates import (
 )
 from penstock.loadtest.plan.choice import Choice, Sized, choose, front, sized
 from penstock.loadtest.plan.document import CapacityPlan, as_csv, document
-from penstock.loadtest.plan.load import Load
 from penstock.loadtest.plan.page import plan_page
+from penstock.loadtest.plan.probe import Targets
 from penstock.loadtest.plan.refutation import refutation
-from penstock.loadtest.plan.search import Searched
+from penstock.loadtest.plan.search import Load, Searched, Task, search_all
 from penstock.loadtest.plan.table import render_plan
-from penstock.loadtest.plan.targets import Targets
-from penstock.loadtest.plan.workers import Task, search_all
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.scheduler.errors import InvalidConfig
 

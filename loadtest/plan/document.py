@@ -7,10 +7,9 @@ from typing import Any
 
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.choice import Choice, Cost, Sized, cost_of
-from penstock.loadtest.plan.probe import Point
+from penstock.loadtest.plan.probe import Point, Targets
 from penstock.loadtest.plan.refutation import Refutation
 from penstock.loadtest.plan.search import Searched
-from penstock.loadtest.plan.targets import Targets
 
 FORMAT = 1
 

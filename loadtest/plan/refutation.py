@@ -14,12 +14,11 @@ from penstock.loadtest.bench.expectation import (
     ExpectedFigure,
     load_of,
 )
-from penstock.loadtest.parser import BenchParser
+from penstock.loadtest.command_line import BenchParser
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.choice import Choice
-from penstock.loadtest.plan.load import MIN_REQUESTS
-from penstock.loadtest.plan.targets import Targets
-from penstock.loadtest.plan.workers import Task
+from penstock.loadtest.plan.probe import Targets
+from penstock.loadtest.plan.search import MIN_REQUESTS, Task
 from penstock.loadtest.report.report import Summary, summarize
 from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate, step_factors
 from penstock.loadtest.workload.config import WorkloadConfig

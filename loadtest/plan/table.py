@@ -3,7 +3,7 @@
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.choice import cost_of
 from penstock.loadtest.plan.document import CapacityPlan, step_time_bias
-from penstock.loadtest.report.comparison_text import aligned
+from penstock.loadtest.report.comparison import aligned
 
 _WIDTH = 100
 # More rows hide what matters; all of them are in the JSON and the CSV.

@@ -8,7 +8,7 @@ only where the ranges of the runs do not overlap.
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -321,3 +321,24 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return " ".join(f"{name}:{_shown(each)}" for name, each in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def comparison_text(comparison: Comparison) -> str:
+    sides = [f"{side.name}  {side.described()}" for side in comparison.sides]
+    head, rows = table(comparison, lambda low, high: f" ({low}-{high})")
+    cells = [[cell.text for cell in row] for row in (head, *rows)]
+    return "\n".join([*sides, "", *aligned(cells, lambda column: not head[column].is_number)])
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], is_text: Callable[[int], bool] = lambda column: column == 0
+) -> list[str]:
+    """Columns of text to the left, of numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if is_text(column) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

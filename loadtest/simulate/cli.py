@@ -19,8 +19,7 @@ from penstock.loadtest.calibrate.engine_flags import (
     add_model_flags,
     add_scheduler_flags,
 )
-from penstock.loadtest.exit_status import exit_status, printer, require
-from penstock.loadtest.parser import BenchParser, add_flags
+from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import Summary, details, render
 from penstock.loadtest.simulate.outcome import (

@@ -17,9 +17,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from penstock.loadtest.address import API_KEY_VARIABLE, DEFAULT_URL, base_url
-from penstock.loadtest.exit_status import exit_status
-from penstock.loadtest.parser import add_flags
+from penstock.loadtest.command_line import (
+    API_KEY_VARIABLE,
+    DEFAULT_URL,
+    add_flags,
+    base_url,
+    exit_status,
+)
 from penstock.loadtest.top import view
 from penstock.loadtest.top.scrape import (
     History,

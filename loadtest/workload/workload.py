@@ -13,13 +13,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from penstock.loadtest.workload.arrivals import arrival_times
 from penstock.loadtest.workload.config import (
     DEFAULT_CUSTOM_OUTPUT_LEN,
     FIRST_TOKEN_ID,
     Dataset,
     PromptFormat,
     WorkloadConfig,
+    arrival_times,
 )
 from penstock.loadtest.workload.datasets import (
     BadDataset,

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.config import Dtype, KVCacheDtype
-from penstock.loadtest.plan.load import Load
-from penstock.loadtest.plan.search import find_limit
-from penstock.loadtest.plan.targets import TargetJudge, Targets
+from penstock.loadtest.plan.probe import TargetJudge, Targets
+from penstock.loadtest.plan.search import Load, find_limit
 from penstock.loadtest.report.report import Replay
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.server import planned_server

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.loadtest.address import base_url
+from penstock.loadtest.command_line import base_url
 from penstock.scheduler.errors import InvalidConfig
 
 

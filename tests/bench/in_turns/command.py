@@ -15,8 +15,7 @@ import msgspec
 
 from penstock.loadtest.bench.config import check_writable
 from penstock.loadtest.bench.results import say, show_text, writing
-from penstock.loadtest.exit_status import INTERRUPTED
-from penstock.loadtest.parser import BenchParser
+from penstock.loadtest.command_line import INTERRUPTED, BenchParser
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig, PenstockError

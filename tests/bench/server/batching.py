@@ -25,7 +25,7 @@ import msgspec
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import replay, run
-from penstock.loadtest.parser import HelpFormatter
+from penstock.loadtest.command_line import HelpFormatter
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests

@@ -19,11 +19,9 @@ from penstock.loadtest.calibrate.front_end import FrontEnd
 from penstock.loadtest.plan.candidates import make_candidates
 from penstock.loadtest.plan.choice import cost_of, front, sized
 from penstock.loadtest.plan.cli import main, make_parser
-from penstock.loadtest.plan.load import Load
-from penstock.loadtest.plan.probe import Point, probe
+from penstock.loadtest.plan.probe import Point, Targets, probe
 from penstock.loadtest.plan.refutation import serve_command
-from penstock.loadtest.plan.search import Searched
-from penstock.loadtest.plan.targets import Targets
+from penstock.loadtest.plan.search import Load, Searched
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.scheduler.config import SchedulerConfig

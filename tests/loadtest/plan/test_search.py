@@ -7,10 +7,8 @@ from itertools import pairwise
 import pytest
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.plan.load import Load
-from penstock.loadtest.plan.probe import Point, probe
-from penstock.loadtest.plan.search import SHARES, find_limit, search
-from penstock.loadtest.plan.targets import TargetJudge, Targets
+from penstock.loadtest.plan.probe import Point, TargetJudge, Targets, probe
+from penstock.loadtest.plan.search import SHARES, Load, find_limit, search
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate

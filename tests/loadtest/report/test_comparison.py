@@ -11,9 +11,9 @@ from penstock.loadtest.report.comparison import (
     Row,
     Side,
     compare,
+    comparison_text,
 )
 from penstock.loadtest.report.comparison_html import comparison_html
-from penstock.loadtest.report.comparison_text import comparison_text
 from penstock.scheduler.errors import InvalidConfig
 
 RUN: dict[str, Any] = {

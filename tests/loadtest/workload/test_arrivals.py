@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loadtest.workload.arrivals import Ramp, RampStrategy, arrival_times
+from penstock.loadtest.workload.config import Ramp, RampStrategy, arrival_times
 from penstock.scheduler.errors import InvalidConfig
 
 INF = float("inf")

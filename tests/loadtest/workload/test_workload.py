@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtest.workload.arrivals import arrival_times
-from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig
+from penstock.loadtest.workload.config import Dataset, PromptFormat, WorkloadConfig, arrival_times
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.errors import InvalidConfig
 

@@ -1,12 +1,75 @@
-"""The parser of a command line: flags as a table, a short help and a long one, errors as a line."""
+"""The parts that the commands share: a parser of flags, exit statuses, the address of a server."""
 
 import argparse
 import difflib
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.errors import InvalidConfig, PenstockError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+
+
+def base_url(given: str) -> str:
+    """A typed address as the server's root URL: with a scheme, without /metrics or /v1.
+
+    Raises InvalidConfig.
+    """
+    url = given if "://" in given else f"http://{given}"
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise InvalidConfig(
+            f"{given} is not a server's address; write it like http://127.0.0.1:8000"
+        )
+    url = url.split("?")[0].split("#")[0].rstrip("/")
+    for ending in ("/metrics", "/v1"):
+        url = url.removesuffix(ending)
+    return url
+
+
+FAILED, USAGE_ERROR = 1, 2
+INTERRUPTED = 130  # of a program that Ctrl-C ended, in a shell
+
+
+def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTERRUPTED) -> int:
+    """Returns the status that `run` returns, or that of its error. interrupted: that of Ctrl-C."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        return interrupted
+    except BrokenPipeError:
+        discard_output()
+        return 0
+    except PenstockError as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
+
+
+def require(is_valid: bool, flag: str, value: float, bounds: str) -> None:
+    """Raises InvalidConfig unless the flag's value is valid. bounds: what it must be, in words."""
+    if not is_valid:
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise InvalidConfig(f"{flag} is {shown}; it must be {bounds}")
+
+
+def printer(command: str) -> Callable[[str], None]:
+    """Returns what prints a line on stderr, after the command: stdout has the result alone."""
+    return lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True)
+
+
+def discard_output() -> None:
+    """For a reader of stdout that has closed it, as `| head -3` does: Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 _HELP, _HELP_ALL = "--help", "--help-all"
 
