@@ -15,7 +15,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
-def base_url(given: str) -> str:
+def root_url(given: str) -> str:
     """A typed address as the server's root URL: with a scheme, without /metrics or /v1.
 
     Raises InvalidConfig.
@@ -40,8 +40,9 @@ FAILED, USAGE_ERROR = 1, 2
 INTERRUPTED = 130  # of a program that Ctrl-C ended, in a shell
 
 
-def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTERRUPTED) -> int:
-    """Returns the status that `run` returns, or that of its error. interrupted: that of Ctrl-C."""
+def exit_status(run: Callable[[], int], begin: str, *, interrupted: int = INTERRUPTED) -> int:
+    """Returns the status that `run` returns, or that of its error, which is a line that begins so.
+    interrupted: the status of Ctrl-C."""
     try:
         return run()
     except KeyboardInterrupt:
@@ -50,7 +51,7 @@ def exit_status(run: Callable[[], int], command: str, *, interrupted: int = INTE
         discard_output()
         return 0
     except PenstockError as error:
-        print(f"{command}: error: {error}", file=sys.stderr)
+        print(f"{begin}: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
 
 
@@ -124,10 +125,8 @@ class BenchParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InvalidConfig(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
-    def parse_args(  # type: ignore[override]
-        self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(with_dashes(args or []), namespace)
+    def parse_args(self, args: list[str]) -> argparse.Namespace:  # type: ignore[override]
+        options, unknown = self.parse_known_args(with_dashes(args))
         if unknown:
             self.error(self._explained(unknown[0].partition("=")[0]))
         return options
@@ -175,7 +174,10 @@ def add_flags(
         name, *value = last.split()
         names.append(name.replace("[no-]", ""))
         long = next((each for each in names if each.startswith("--")), names[0])
-        more: dict[str, Any] = {"help": text, **settings.get(_attribute(long), {})}
+        more: dict[str, Any] = {
+            "help": text,
+            **settings.get(long.lstrip("-").replace("-", "_"), {}),
+        }
         if value:
             more = {"metavar": value[0], "type": _TYPES.get(value[0]), **more}
         elif "[no-]" in name:
@@ -187,7 +189,3 @@ def add_flags(
         if default:
             more["default"] = (more.get("type") or str)(default)
         group.add_argument(*names, **more)
-
-
-def _attribute(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")

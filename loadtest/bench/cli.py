@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.loadtest.bench.compare import main as compare
-from penstock.loadtest.bench.config import (
-    BenchConfig,
-    bench_config,
-    endpoint,
-    extra_body,
-    ignores_eos,
-)
-from penstock.loadtest.bench.config import base_url as url_of
+from penstock.loadtest.bench.config import BenchConfig, bench_config
 from penstock.loadtest.bench.expectation import check, check_summary, check_table
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
@@ -26,7 +19,7 @@ from penstock.loadtest.bench.replay import Progress, raise_open_file_limit, repl
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
-from penstock.loadtest.command_line import INTERRUPTED
+from penstock.loadtest.command_line import INTERRUPTED, exit_status
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import (
     Replay,
@@ -39,7 +32,7 @@ from penstock.loadtest.report.report import (
 from penstock.loadtest.workload.config import cache_advice
 from penstock.loadtest.workload.token_counter import estimate_tokens
 from penstock.loadtest.workload.workload import TimedRequest, Workload, make_workload
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.scheduler.errors import InvalidConfig
 
 
 def main(argv: list[str]) -> int:
@@ -51,25 +44,17 @@ def main(argv: list[str]) -> int:
         return compare(argv[1:])
     if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
         argv = argv[1:]
-    try:
-        if refused := refusal(argv):
-            raise InvalidConfig(refused)
-        config = bench_config(make_parser().parse_args(argv), os.environ.get("OPENAI_API_KEY"))
-        # A bad file is reported before waiting for a server.
-        workload = make_workload(config.workload, config.count or estimate_tokens)
-    except InvalidConfig as error:
-        say(str(error))
-        return 2
-    except SystemExit as ended:  # argparse has printed the help
-        return int(ended.code or 0)
+    return exit_status(lambda: _run(argv), "penstock bench")
+
+
+def _run(argv: list[str]) -> int:
+    if refused := refusal(argv):
+        raise InvalidConfig(refused)
+    config = bench_config(make_parser().parse_args(argv), os.environ.get("OPENAI_API_KEY"))
+    # A bad file is reported before waiting for a server.
+    workload = make_workload(config.workload, config.count or estimate_tokens)
     try:
         return run(_bench(config, workload))
-    except InvalidConfig as error:
-        say(str(error))
-        return 2
-    except PenstockError as error:
-        say(str(error))
-        return 1
     except KeyboardInterrupt:
         say("interrupted before anything was measured")
         return INTERRUPTED
@@ -229,31 +214,18 @@ async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model, list[s
     Also returns the models that the server lists, if --model is none of them.
     """
     args = config.args
-    base_url = url_of(args)
     name = args.served_model_name or args.model
     models = await wait_until_ready(
-        base_url,
+        config.target.base_url,
         timeout_s=args.ready_timeout,
         say=say,
-        headers=config.headers,
+        headers=config.target.headers,
         is_insecure=args.insecure,
         needs_models=name is None,
     )
     if not (name or models):
-        raise TargetUnusable(f"{base_url} lists no model; name one with --model")
+        raise TargetUnusable(f"{config.target.base_url} lists no model; name one with --model")
     by_name = {model.id: model for model in models}
     model = by_name.get(name, Model(name)) if name else models[0]
-    target = TargetConfig(
-        base_url=base_url,
-        model=model.id,
-        endpoint=endpoint(args),
-        temperature=args.temperature,
-        ignore_eos=ignores_eos(args),
-        extra_body=extra_body(args),
-        headers=config.headers,
-        logprobs=args.logprobs,
-        request_id_prefix=args.request_id_prefix,
-        is_insecure=args.insecure,
-        request_timeout_s=args.request_timeout,
-    )
-    return target, model, [] if model.id in by_name else list(by_name)
+    others = [] if model.id in by_name else list(by_name)
+    return replace(config.target, model=model.id), model, others

@@ -3,33 +3,28 @@
 from pathlib import Path
 
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.bench.results import say, show_text, writing
-from penstock.loadtest.command_line import BenchParser
+from penstock.loadtest.bench.results import say, show_text, write_file
+from penstock.loadtest.command_line import BenchParser, exit_status
 from penstock.loadtest.report.comparison import compare, comparison_text, read_sides
 from penstock.loadtest.report.comparison_html import comparison_html
-from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 2 for files that cannot be compared."""
-    try:
-        options = _parser().parse_args(argv)
-        if options.html is not None:
-            check_writable("--html", options.html)
-        comparison = compare(read_sides(options.results))
-        for note in comparison.notes:
-            say(note)
-        show_text(comparison_text(comparison))
-        if options.html is not None:
-            with writing(options.html):
-                options.html.parent.mkdir(parents=True, exist_ok=True)
-                options.html.write_text(comparison_html(comparison), encoding="utf-8")
-            say(f"comparison written to {options.html}")
-    except PenstockError as error:
-        say(str(error))
-        return 2 if isinstance(error, InvalidConfig) else 1
-    except SystemExit as ended:  # the help
-        return int(ended.code or 0)
+    return exit_status(lambda: _compare(argv), "penstock bench")
+
+
+def _compare(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.html is not None:
+        check_writable("--html", options.html)
+    comparison = compare(read_sides(options.results))
+    for note in comparison.notes:
+        say(note)
+    show_text(comparison_text(comparison))
+    if options.html is not None:
+        write_file(options.html, comparison_html(comparison).encode())
+        say(f"comparison written to {options.html}")
     return 0
 
 

@@ -18,6 +18,7 @@ from penstock.loadtest.bench.flags import (
     DEFAULT_PORT,
     SAMPLING,
 )
+from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.sweep import SweepConfig
 from penstock.loadtest.command_line import require
 from penstock.loadtest.report.plots import check_matplotlib
@@ -37,14 +38,15 @@ _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name: RFC 9110, 5.6.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """The settings of one run. sweep: None to measure one workload. count: --tokenizer's. expected:
-    the figures of the plan that --check names."""
+    """The settings of one run. sweep: None to measure one workload. count: --tokenizer's. target:
+    without its model, if the server has to name it. expected: the figures of the plan that --check
+    names."""
 
     args: argparse.Namespace
     count: TokenCounter | None
     workload: WorkloadConfig
     report: ReportConfig
-    headers: dict[str, str] = field(default_factory=dict)
+    target: TargetConfig = field(default_factory=TargetConfig)
     sweep: SweepConfig | None = None
     expected: Expectation | None = None
 
@@ -53,10 +55,21 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
     workload, report = workload_config(args), report_config(args)
     sweep = sweep_config(args, workload, report)
-    base_url(args)
+    target = TargetConfig(
+        base_url=_base_url(args),
+        endpoint=_endpoint(args),
+        temperature=args.temperature,
+        ignore_eos=_ignores_eos(args),
+        extra_body=_extra_body(args),
+        headers=_headers(args, api_key),
+        logprobs=args.logprobs,
+        request_id_prefix=args.request_id_prefix,
+        is_insecure=args.insecure,
+        request_timeout_s=args.request_timeout,
+    )
     return replace(
         measured_config(args, workload, report),
-        headers=headers(args, api_key),
+        target=target,
         sweep=sweep,
         expected=_expectation(args, workload),
     )
@@ -99,7 +112,7 @@ def parse_pairs(flag: str, texts: list[str] | None) -> dict[str, str]:
     return parsed
 
 
-def headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
+def _headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
     """Headers of every request; --header overrides the key. Raises InvalidConfig."""
     given = parse_pairs("--header", args.header)
     for name, value in given.items():
@@ -112,13 +125,13 @@ def headers(args: argparse.Namespace, api_key: str | None) -> dict[str, str]:
     return given if has_own_key or not api_key else {"Authorization": f"Bearer {api_key}"} | given
 
 
-def extra_body(args: argparse.Namespace) -> dict[str, Any]:
+def _extra_body(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling flags that were given, and --extra-body, which overrides them."""
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     return {**sampling, **(args.extra_body or {})}
 
 
-def ignores_eos(args: argparse.Namespace) -> bool:
+def _ignores_eos(args: argparse.Namespace) -> bool:
     """By default, outputs of synthetic prompts have their full length, as in vLLM."""
     if args.ignore_eos is not None:
         return bool(args.ignore_eos)
@@ -137,7 +150,7 @@ def _check_result_flags(args: argparse.Namespace) -> None:
             raise InvalidConfig(f"{flag} requires --save-result or --append-result")
 
 
-def base_url(args: argparse.Namespace) -> str:
+def _base_url(args: argparse.Namespace) -> str:
     """Where the server is. Raises InvalidConfig."""
     if args.base_url is None:
         return f"http://{args.host or DEFAULT_HOST}:{args.port or DEFAULT_PORT}"
@@ -168,9 +181,10 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def workload_config(args: argparse.Namespace) -> WorkloadConfig:
-    is_chat = endpoint(args).endswith("/chat/completions")
+    path = _endpoint(args)
+    is_chat = path.endswith("/chat/completions")
     if is_chat and args.prompt_format == PromptFormat.IDS:
-        raise InvalidConfig(f"{endpoint(args)} does not accept token ids; use --prompt-format text")
+        raise InvalidConfig(f"{path} does not accept token ids; use --prompt-format text")
     if (most := args.max_concurrency) is not None:
         require(most >= 1, "--max-concurrency", most, "at least 1")
     default_format = PromptFormat.TEXT if is_chat else PromptFormat.IDS
@@ -219,7 +233,7 @@ def _general_or_own(general: int | None, own: Any) -> Any:
     return own if general is None else general
 
 
-def endpoint(args: argparse.Namespace) -> str:
+def _endpoint(args: argparse.Namespace) -> str:
     """The path that --backend and --endpoint select."""
     path: str | None = args.endpoint
     if path is None:

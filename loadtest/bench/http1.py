@@ -12,11 +12,12 @@ import ssl
 import time
 from collections.abc import Mapping
 from typing import Protocol, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httptools
 
-from penstock.scheduler.errors import InvalidConfig, PenstockError
+from penstock.loadtest.command_line import root_url
+from penstock.scheduler.errors import PenstockError
 
 
 class HttpFailed(PenstockError):
@@ -161,19 +162,14 @@ class ConnectionPool:
         *,
         is_insecure: bool = False,
     ) -> None:
-        parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidConfig(
-                f"--base-url {base_url!r} is not a URL; write one like http://127.0.0.1:8000"
-            )
-        self._host = parts.hostname
+        # People paste the base URL that OpenAI's clients take, which ends in /v1.
+        parts = urlsplit(root_url(base_url))
+        self._host, self._path = parts.hostname or "", parts.path
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         if self._ssl and is_insecure:
             self._ssl.check_hostname, self._ssl.verify_mode = False, ssl.CERT_NONE
-        self._port = _port(parts) or (443 if self._ssl else 80)
+        self._port = parts.port or (443 if self._ssl else 80)
         self._host_header = parts.netloc.rpartition("@")[2]
-        # People paste the base URL that OpenAI's clients take, which ends in /v1.
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = dict(headers or {})
         self._idle: list[Connection] = []
         self._connected: set[Connection] = set()
@@ -241,10 +237,3 @@ def _why_not_connected(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return "it does not speak TLS; is its URL http://?"
     return error.strerror or str(error)
-
-
-def _port(parts: SplitResult) -> int | None:
-    try:
-        return parts.port
-    except ValueError as error:
-        raise InvalidConfig(f"--base-url {parts.geturl()!r} has no port: {error}") from error

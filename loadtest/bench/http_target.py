@@ -31,8 +31,8 @@ class TargetConfig:
     request_id_prefix: x-request-id is this and the request's index; None: no x-request-id.
     """
 
-    base_url: str
-    model: str
+    base_url: str = ""
+    model: str = ""
     endpoint: str = "/v1/completions"
     temperature: float = 0.0
     ignore_eos: bool = False
@@ -65,7 +65,7 @@ class HttpTarget:
 
     @property
     def num_events(self) -> int:
-        """Token events received so far, for the progress bar."""
+        """Token events that were received, for the progress bar."""
         return self._num_ended_events + sum(len(response.arrivals_s) for response in self._open)
 
     def encode(self, request: TimedRequest) -> bytes:
@@ -126,29 +126,20 @@ class HttpTarget:
         is_open_loop: bool = False,
     ) -> RequestResult:
         """Sends one request and reads its response to the end; failures become results too."""
-        response, failure = StreamedResponse(), None
+        response = StreamedResponse()
         self._open.add(response)
         sent_s = time.perf_counter()
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                await self._pool.request(encoded, response)
-        except PenstockError as error:
-            failure = str(error)
-        except TimeoutError:
-            failure = f"no complete response within {self._config.request_timeout_s:g} s"
-        else:
-            failure = _failure_at_end(response)
+            failure = await self._receive(encoded, response)
         finally:
             self._open.discard(response)
             self._num_ended_events += len(response.arrivals_s)
-        usage = response.usage or Usage()
-        num_events = len(response.arrivals_s)
-        text = "".join(response.texts)
+        usage, text = response.usage or Usage(), "".join(response.texts)
         num_tokens = usage.completion_tokens
         if not num_tokens and self._count is not None and text:
             (num_tokens,) = self._count([text])
         is_counted = bool(num_tokens)
-        num_tokens = num_tokens or num_events - response.has_empty_end
+        num_tokens = num_tokens or len(response.arrivals_s) - response.has_empty_end
         # More events than tokens: the last one had the finish reason alone.
         del response.arrivals_s[max(1, num_tokens) :]
         return RequestResult(
@@ -167,17 +158,20 @@ class HttpTarget:
             error=response.error or failure or response.problem(),
         )
 
+    async def _receive(self, encoded: bytes, response: StreamedResponse) -> str | None:
+        """Exchanges one request for its response; returns why that failed, None if it did not."""
+        try:
+            async with asyncio.timeout(self._config.request_timeout_s):
+                await self._pool.request(encoded, response)
+            response.on_end(time.perf_counter())
+        except PenstockError as error:
+            return str(error)
+        except TimeoutError:
+            return f"no complete response within {self._config.request_timeout_s:g} s"
+        return None
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._pool.close()
-
-
-def _failure_at_end(response: StreamedResponse) -> str | None:
-    """Parses what is left of the body; the reason if that fails, else None."""
-    try:
-        response.on_end(time.perf_counter())
-    except HttpFailed as error:
-        return str(error)
-    return None

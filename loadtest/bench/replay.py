@@ -10,7 +10,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
@@ -94,51 +94,72 @@ async def replay(
     An open loop (arrival times, no max_concurrency) is timed from when a request was due, not from
     when it was sent: a client that sends late must not make the server look fast.
     on_result: called with each result as it ends.
-    When cancelled, as by Ctrl-C, it returns the results so far.
+    When cancelled, as by Ctrl-C, it returns the results that there are.
     """
     encoded = [target.encode(request) for request in requests]
-    semaphore = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     results: list[RequestResult] = []
-    is_open_loop = max_concurrency is None and any(request.arrival_s for request in requests)
 
-    async def send(request: TimedRequest, data: bytes, scheduled_s: float) -> None:
-        try:
-            results.append(await target.send(request, data, scheduled_s, is_open_loop=is_open_loop))
-            if on_result is not None:
-                on_result(results[-1])
-        finally:
-            semaphore.release()
+    def record(result: RequestResult) -> None:
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
 
-    async def send_all() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for request, data in zip(requests, encoded, strict=True):
-                due_s = start_s + request.arrival_s
-                if (wait_s := due_s - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait_s)
-                await semaphore.acquire()
-                tasks.create_task(send(request, data, due_s))
-
-    gc.collect()
-    gc.freeze()  # the workload is large and lives long: keep the collector from scanning it
-    watcher = None
-    if progress is not None:
-        num_before = target.num_events
-        watcher = asyncio.create_task(progress.watch(lambda: _state(results, target, num_before)))
-    start_s, cpu_start_s = time.perf_counter(), time.process_time()
-    with contextlib.suppress(asyncio.CancelledError):
-        await send_all()
-    duration_s = time.perf_counter() - start_s
-    cpu_s = time.process_time() - cpu_start_s
-    gc.unfreeze()
-    if watcher is not None:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+    num_before = target.num_events
+    async with _watched(progress, lambda: _state(results, target, num_before)):
+        start_s, cpu_start_s = time.perf_counter(), time.process_time()
+        with contextlib.suppress(asyncio.CancelledError):
+            await _send_all(target, requests, encoded, start_s, max_concurrency, record)
+        duration_s = time.perf_counter() - start_s
+        cpu_s = time.process_time() - cpu_start_s
     return Replay(
         results=results,
         duration_s=duration_s,
         client_cpu_share=cpu_s / duration_s,
         is_interrupted=len(results) < len(requests),
     )
+
+
+async def _send_all(
+    target: HttpTarget,
+    requests: list[TimedRequest],
+    encoded: list[bytes],
+    start_s: float,
+    max_concurrency: int | None,
+    record: Callable[[RequestResult], None],
+) -> None:
+    semaphore = asyncio.Semaphore(max_concurrency or len(requests) or 1)
+    is_open_loop = max_concurrency is None and any(request.arrival_s for request in requests)
+
+    async def send(request: TimedRequest, data: bytes, due_s: float) -> None:
+        try:
+            record(await target.send(request, data, due_s, is_open_loop=is_open_loop))
+        finally:
+            semaphore.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for request, data in zip(requests, encoded, strict=True):
+            due_s = start_s + request.arrival_s
+            if (wait_s := due_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            await semaphore.acquire()
+            tasks.create_task(send(request, data, due_s))
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    progress: Progress | None, state: Callable[[], ReplayState]
+) -> AsyncIterator[None]:
+    """Shows the progress of a replay, and keeps the collector from scanning what lives long."""
+    gc.collect()
+    gc.freeze()
+    watcher = None if progress is None else asyncio.create_task(progress.watch(state))
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
 
 
 def _state(results: list[RequestResult], target: HttpTarget, num_before: int) -> ReplayState:

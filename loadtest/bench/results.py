@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.loadtest.report.figures import Figure, Measurement, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
 from penstock.loadtest.report.report import Summary
+from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.scheduler.errors import PenstockError
 
 
@@ -27,9 +29,10 @@ class FileNotWritten(PenstockError):
 def settings_of(config: BenchConfig, target: TargetConfig) -> Summary:
     """The settings under vLLM's keys, so that a run can be repeated from its result file."""
     workload, args = config.workload, config.args
-    is_chat = target.endpoint.endswith("/chat/completions")
-    backend = args.backend or ("openai-chat" if is_chat else "openai")
-    settings: dict[str, Any] = {
+    backend = args.backend or ("openai-chat" if workload.is_chat else "openai")
+    ratio, output_ratio = workload.range_ratio, workload.output_range_ratio
+    is_one_ratio = output_ratio in (None, ratio)
+    return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": backend,
         "endpoint_type": backend,
@@ -42,25 +45,11 @@ def settings_of(config: BenchConfig, target: TargetConfig) -> Summary:
         "max_concurrency": args.max_concurrency,
         "seed": workload.seed,
         "dataset_name": workload.dataset,
-    }
-    if workload.ramp is not None:
-        settings |= {
-            "ramp_up_strategy": workload.ramp.strategy,
-            "ramp_up_start_rps": workload.ramp.start_rps,
-            "ramp_up_end_rps": workload.ramp.end_rps,
-        }
-    if workload.dataset.is_file:
-        settings |= {
-            "dataset_path": str(workload.dataset_path),
-            "trace_speedup": _number(workload.trace_speedup),
-        }
-    return settings | {
+        **_sources(workload),
         "random_prefix_len": workload.random_prefix_len,
         "random_input_len": workload.input_len,
         "random_output_len": workload.output_len,
-        "random_range_ratio": workload.range_ratio
-        if workload.output_range_ratio in (None, workload.range_ratio)
-        else {"input": workload.range_ratio, "output": workload.output_range_ratio},
+        "random_range_ratio": ratio if is_one_ratio else {"input": ratio, "output": output_ratio},
         "ignore_eos": target.ignore_eos,
         "temperature": target.temperature,
         "goodput": config.report.goodput_ms,
@@ -68,18 +57,20 @@ def settings_of(config: BenchConfig, target: TargetConfig) -> Summary:
     }
 
 
+def _sources(workload: WorkloadConfig) -> dict[str, Any]:
+    """Returns the settings of a ramp and of a file, if the workload has them."""
+    settings: dict[str, Any] = {}
+    if (ramp := workload.ramp) is not None:
+        settings = {f"ramp_up_{name}": value for name, value in asdict(ramp).items()}
+    if workload.dataset.is_file:
+        settings["dataset_path"] = str(workload.dataset_path)
+        settings["trace_speedup"] = _number(workload.trace_speedup)
+    return settings
+
+
 def _number(value: float) -> float | str:
     """JSON has no infinity."""
     return "inf" if math.isinf(value) else value
-
-
-def _save(path: Path, document: Summary, *, is_appended: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = msgspec.json.encode(document)
-    if is_appended and path.exists() and path.stat().st_size:
-        data = b"\n" + data
-    with path.open("ab" if is_appended else "wb") as file:
-        file.write(data)
 
 
 def _name(args: argparse.Namespace, document: Summary) -> str:
@@ -129,24 +120,33 @@ def write(
     """
     if args.save_result or args.append_result:
         path = Path(args.result_dir or ".", args.result_filename or _name(args, document))
-        with writing(path):
-            _save(path, document, is_appended=args.append_result)
+        write_file(path, msgspec.json.encode(document), is_appended=args.append_result)
         say(f"saved as {path}")
     drawn = [*figures(shown, rates), *more] if args.report or args.plot_dir else []
     if args.report:
-        with writing(args.report):
-            args.report.parent.mkdir(parents=True, exist_ok=True)
-            page = html_report(shown.summary, drawn, text, notes)
-            args.report.write_text(page, encoding="utf-8")
+        write_file(args.report, html_report(shown.summary, drawn, text, notes).encode())
         say(f"report written to {args.report}")
     if args.plot_dir:
-        with writing(args.plot_dir):
+        with _writing(args.plot_dir):
             for path in save_plots(drawn, args.plot_dir):
                 say(f"plot written to {path}")
 
 
+def write_file(path: Path, data: bytes, *, is_appended: bool = False) -> None:
+    """Writes a file in a folder that is made if needed. is_appended: as one more line of it.
+
+    Raises FileNotWritten.
+    """
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if is_appended and path.exists() and path.stat().st_size:
+            data = b"\n" + data
+        with path.open("ab" if is_appended else "wb") as file:
+            file.write(data)
+
+
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Raises FileNotWritten instead of OSError."""
     try:
         yield

@@ -39,7 +39,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt: found in the server's prefix cache, as far as it says."""
+        """Returns the prompt's tokens that its prefix cache had, as far as the server says."""
         details = self.prompt_tokens_details
         return (details.cached_tokens if details else None) or 0
 
@@ -125,7 +125,9 @@ class StreamedResponse:
 
     def _on_choice(self, choice: _Choice, now: float) -> None:
         delta = choice.delta
-        text = choice.text if delta is None else _delta_text(delta)
+        text = choice.text
+        if delta is not None:
+            text = delta.content or delta.reasoning_content or delta.reasoning
         if choice.finish_reason is not None:
             self.is_done, self.has_empty_end = True, not text
         if text:
@@ -147,11 +149,8 @@ class StreamedResponse:
             return self.error
         if self.status != 200:
             return f"HTTP {self.status}: {error_message_of(self._buffer)}"
-        if not self.is_done:
-            return self._why_not_done()
-        return None if self.arrivals_s else "the response has no tokens"
-
-    def _why_not_done(self) -> str:
+        if self.is_done:
+            return None if self.arrivals_s else "the response has no tokens"
         rest = self._buffer.strip()
         if not self.arrivals_s and rest.startswith((b"{", b"<")):
             begin = rest[:80].decode(errors="replace")
@@ -165,10 +164,6 @@ class StreamedResponse:
         if data and any(line.replace(b" ", b"") == b"event:error" for line in lines):
             self.error = error_message_of(b"\n".join(data))
         return b"data:" + b"\n".join(data) if data else b""
-
-
-def _delta_text(delta: _Delta) -> str | None:
-    return delta.content or delta.reasoning_content or delta.reasoning
 
 
 def _bare_error(payload: bytes) -> str | None:

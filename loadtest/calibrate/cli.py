@@ -61,7 +61,7 @@ def make_parser() -> BenchParser:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, or 1 where the server had too little load, or 2 for flags."""
-    return exit_status(lambda: _calibrate(argv), "penstock calibrate")
+    return exit_status(lambda: _calibrate(argv), "penstock calibrate: error")
 
 
 def _calibrate(argv: list[str]) -> int:

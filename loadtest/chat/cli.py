@@ -15,8 +15,8 @@ from penstock.loadtest.command_line import (
     DEFAULT_URL,
     INTERRUPTED,
     add_flags,
-    base_url,
     exit_status,
+    root_url,
 )
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
@@ -93,7 +93,7 @@ _RETRY_S = 0.5
 def main(argv: list[str]) -> int:
     """Returns the exit status; errors are one line on stderr."""
     options = make_parser().parse_args(argv)
-    return exit_status(lambda: _chat(options), "penstock chat")
+    return exit_status(lambda: _chat(options), "penstock chat: error")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ _FLAGS = {
 
 def _chat(options: argparse.Namespace) -> int:
     key = options.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
-    client = ChatClient(base_url(options.url), key)
+    client = ChatClient(root_url(options.url), key)
     screen = Screen(sys.stdout, sys.stderr)
     message = options.quick
     if message is None and not sys.stdin.isatty():

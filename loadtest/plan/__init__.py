@@ -1,7 +1,6 @@
 """`penstock plan`: how many devices a load takes under targets, with which flags, at what cost.
 
-`candidates` are what is compared, `probe` simulates one of them at one rate, `search` finds the
-highest rate that meets the targets, `workers` runs searches side by side, `choice` picks the
-cheapest, and `refutation` says what a measurement must then find. `document` is the plan as JSON,
-`table` as text, `page` as HTML.
+`candidates` are compared, `probe` simulates one of them at one rate, `search` finds the highest
+rate that meets the targets, `choice` picks the cheapest, and `refutation` says what a measurement
+must then find. `document` is the plan as JSON, `table` as text, `page` as HTML.
 """

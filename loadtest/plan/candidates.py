@@ -207,6 +207,4 @@ def _named_server(
         max_num_batched_tokens=tokens,
         enable_prefix_caching=args.enable_prefix_caching is not False,
     )
-    return planned_server(
-        args, device, args.memory_gb, quantization, scheduler, tensor_parallel_size=size
-    )
+    return planned_server(args, device, quantization, scheduler, tensor_parallel_size=size)

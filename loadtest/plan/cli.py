@@ -15,7 +15,7 @@ import msgspec
 from penstock.engine.config import Quantization
 from penstock.loadtest.bench.config import check_writable, report_config, workload_config
 from penstock.loadtest.bench.flags import add_dataset
-from penstock.loadtest.bench.results import show_text, writing
+from penstock.loadtest.bench.results import show_text, write_file
 from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.plan.candidates import (
@@ -119,7 +119,7 @@ _RESULT = {
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, or 1 where no candidate meets the targets, or 2 for flags."""
-    return exit_status(lambda: _plan(argv), "penstock plan")
+    return exit_status(lambda: _plan(argv), "penstock plan: error")
 
 
 def _plan(argv: list[str]) -> int:
@@ -261,7 +261,5 @@ def _write(args: argparse.Namespace, plan: CapacityPlan, text: str) -> None:
     if args.report is not None:
         files.append((args.report, plan_page(plan, text).encode()))
     for path, content in files:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        write_file(path, content)
         say(f"written to {path}")

@@ -1,5 +1,5 @@
-"""Finds the highest rate at which a candidate meets the targets, and how it does below that rate: for
-many candidates in processes that each take the next one."""
+"""Finds the highest rate at which a candidate meets the targets, and how it does below that rate:
+for many candidates in processes that each take the next one."""
 
 import math
 import os

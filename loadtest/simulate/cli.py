@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
         with uncollected():  # of torch too, which a model's directory has imported
             return _simulate(config, simulated_server(args))
 
-    return exit_status(simulate_flags, "penstock simulate")
+    return exit_status(simulate_flags, "penstock simulate: error")
 
 
 def _config(args: argparse.Namespace) -> BenchConfig:

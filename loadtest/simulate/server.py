@@ -2,9 +2,9 @@
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantization
 from penstock.engine.memory.pool.kv_layout import GroupPool, bytes_needed, divide
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import Calibration
@@ -13,6 +13,9 @@ from penstock.loadtest.calibrate.front_end import NO_FRONT_END
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from penstock.engine.sizing.sizing import Sizing
 
 
 class NamedServer(NamedTuple):
@@ -41,9 +44,7 @@ def simulated_server(args: argparse.Namespace) -> NamedServer:
         raise InvalidConfig("give the --device on which the model would run, such as H200")
     scheduler, size = scheduler_config(args, SchedulerConfig()), args.tensor_parallel_size
     size = 1 if size is None else size
-    return planned_server(
-        args, args.device, args.memory_gb, None, scheduler, tensor_parallel_size=size
-    )
+    return planned_server(args, args.device, None, scheduler, tensor_parallel_size=size)
 
 
 def calibrated_server(args: argparse.Namespace) -> NamedServer:
@@ -86,7 +87,6 @@ def calibrated_server(args: argparse.Namespace) -> NamedServer:
 def planned_server(
     args: argparse.Namespace,
     device: str,
-    memory_gb: float | None,
     quantization: str | None,
     scheduler: SchedulerConfig,
     *,
@@ -95,35 +95,11 @@ def planned_server(
     """args.model_dir on so many devices of a kind, by its datasheet. quantization: as the server's
     flag. Raises InvalidConfig, also for what a server refuses to split, and InvalidModel for a
     directory that is none."""
-    # Not at the top: they import torch, and a calibrated server does not need it.
-    from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantization
-    from penstock.engine.loading.cpu_ranks import check_parallel
-    from penstock.engine.memory.dtypes import TORCH_DTYPES
-    from penstock.engine.models.config import ModelConfig
+    # Not at the top: it imports torch, and a calibrated server does not need it.
     from penstock.engine.sizing.planned_model import planned_model
-    from penstock.engine.sizing.sizing import DEVICES, GB, Machine, Sizing
 
-    memory_gb = memory_gb or dict(DEVICES).get(device)
-    if memory_gb is None or memory_gb <= 0:
-        raise InvalidConfig(f"give --memory-gb, the memory of a {device}, in GB")
-    of_weights = None if quantization is None else Quantization(quantization)
-    config = EngineConfig(
-        model=str(args.model_dir),
-        quantization=of_weights,
-        tensor_parallel_size=tensor_parallel_size,
-    )
-    if tensor_parallel_size > 1:
-        check_parallel(config, Path(args.model_dir))
-    dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
-    sizing = Sizing(
-        ModelConfig.from_dir(args.model_dir),
-        Machine(name=device, memory_bytes=int(memory_gb * GB)),
-        TORCH_DTYPES[dtype],
-        of_weights,
-        KVCacheDtype(args.kv_cache_dtype),
-    )
     planned = planned_model(
-        sizing,
+        _sizing(args, device, quantization, tensor_parallel_size),
         scheduler,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=args.max_model_len,
@@ -144,7 +120,37 @@ def planned_server(
         f"{source}, and no measurement has confirmed them; the error bars assume "
         f"{bias * 100:.0f} %. The front end is not in the TTFT"
     )
-    return NamedServer(Path(args.model_dir).resolve().name, server, note)
+    return NamedServer(args.model_dir.resolve().name, server, note)
+
+
+def _sizing(
+    args: argparse.Namespace, device: str, quantization: str | None, tensor_parallel_size: int
+) -> "Sizing":
+    """Returns the model on one device. Raises InvalidConfig and InvalidModel."""
+    from penstock.engine.loading.cpu_ranks import check_parallel
+    from penstock.engine.memory.dtypes import TORCH_DTYPES
+    from penstock.engine.models.config import ModelConfig
+    from penstock.engine.sizing.sizing import DEVICES, GB, Machine, Sizing
+
+    memory_gb = args.memory_gb or dict(DEVICES).get(device)
+    if memory_gb is None or memory_gb <= 0:
+        raise InvalidConfig(f"give --memory-gb, the memory of a {device}, in GB")
+    weights = None if quantization is None else Quantization(quantization)
+    if tensor_parallel_size > 1:
+        config = EngineConfig(
+            model=str(args.model_dir),
+            quantization=weights,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+        check_parallel(config, args.model_dir)
+    dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
+    return Sizing(
+        ModelConfig.from_dir(args.model_dir),
+        Machine(name=device, memory_bytes=int(memory_gb * GB)),
+        TORCH_DTYPES[dtype],
+        weights,
+        KVCacheDtype(args.kv_cache_dtype),
+    )
 
 
 def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> ModelInfo:

@@ -21,8 +21,8 @@ from penstock.loadtest.command_line import (
     API_KEY_VARIABLE,
     DEFAULT_URL,
     add_flags,
-    base_url,
     exit_status,
+    root_url,
 )
 from penstock.loadtest.top import view
 from penstock.loadtest.top.scrape import (
@@ -47,7 +47,7 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 def main(argv: list[str]) -> int:
     """Returns the exit status; errors are one line on stderr."""
     options = make_parser().parse_args(argv)
-    return exit_status(lambda: _top(options), "penstock top", interrupted=0)
+    return exit_status(lambda: _top(options), "penstock top: error", interrupted=0)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _top(options: argparse.Namespace) -> int:
-    scraper = Scraper(base_url(options.url), options.api_key or os.environ.get(API_KEY_VARIABLE))
+    scraper = Scraper(root_url(options.url), options.api_key or os.environ.get(API_KEY_VARIABLE))
     if options.once:
         return _once(scraper, options.interval)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

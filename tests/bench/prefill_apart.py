@@ -193,6 +193,7 @@ def _limit(measure: Callable[[float], Tried]) -> float:
 def _server(args: argparse.Namespace, scheduler: SchedulerConfig) -> SimulatedServer:
     options = argparse.Namespace(
         model_dir=args.model,
+        memory_gb=None,
         dtype=Dtype.AUTO,
         kv_cache_dtype=KVCacheDtype.AUTO,
         max_model_len=32768,
@@ -200,7 +201,7 @@ def _server(args: argparse.Namespace, scheduler: SchedulerConfig) -> SimulatedSe
         kv_cache_memory_bytes=None,
         max_num_queued_reqs=_UNLIMITED,
     )
-    return planned_server(options, args.device, None, None, scheduler).server
+    return planned_server(options, args.device, None, scheduler).server
 
 
 def _shown(carried: Carried) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.loadtest.command_line import base_url
+from penstock.loadtest.command_line import root_url
 from penstock.scheduler.errors import InvalidConfig
 
 
@@ -16,10 +16,10 @@ from penstock.scheduler.errors import InvalidConfig
     ],
 )
 def test_an_address_may_be_written_in_many_ways(given: str, url: str) -> None:
-    assert base_url(given) == url
+    assert root_url(given) == url
 
 
 @pytest.mark.parametrize("given", ["ftp://a", "", "http://", "http://a:port", "http://a:99999"])
 def test_an_invalid_address_is_refused_with_an_example(given: str) -> None:
     with pytest.raises(InvalidConfig, match=r"write it like http://127\.0\.0\.1:8000"):
-        base_url(given)
+        root_url(given)

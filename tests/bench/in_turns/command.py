@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.bench.results import say, show_text, writing
+from penstock.loadtest.bench.results import say, show_text, write_file
 from penstock.loadtest.command_line import INTERRUPTED, BenchParser
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import tokenizer_counter
@@ -78,9 +78,7 @@ def _peers(options: argparse.Namespace) -> int:
     document = msgspec.json.encode(table.document())
     show_text(document.decode() if options.json else table.text())
     if options.result_filename is not None:
-        with writing(options.result_filename):
-            options.result_filename.parent.mkdir(parents=True, exist_ok=True)
-            options.result_filename.write_bytes(document)
+        write_file(options.result_filename, document)
         say(f"saved as {options.result_filename}")
     if outcome.is_interrupted:
         return INTERRUPTED
