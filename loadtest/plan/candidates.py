@@ -2,9 +2,8 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
 
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.server import (
@@ -61,40 +60,42 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Candidates:
     """name: the model's. notes: how far its step times can be trusted. left_out: why others cannot
     run."""
 
-    name: str
-    notes: list[str]
-    all: list[Candidate]
-    left_out: list[str]
+    name: str = ""
+    notes: list[str] = field(default_factory=list)
+    all: list[Candidate] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(
+        self, named: NamedServer, device: str, price: float | None, quantization: str | None
+    ) -> None:
+        self.name = self.name or named.name
+        if named.note not in self.notes:
+            self.notes.append(named.note)
+        self.all.append(
+            Candidate(device=device, price=price, quantization=quantization, server=named.server)
+        )
+
+    def leave_out(self, why: str) -> None:
+        if why not in self.left_out:
+            self.left_out.append(why)
 
 
 def make_candidates(args: argparse.Namespace) -> Candidates:
     """Raises InvalidConfig where none of them can run."""
     check_source(args, "penstock plan")
-    prices = _prices(args)
+    prices, candidates = _prices(args), Candidates()
     if args.calibration is not None:
-        attempts = list(_calibrated(args, prices[0]))
+        _add_calibrated(candidates, args, prices[0])
     else:
-        attempts = list(_planned(args, prices))
-    servers = [each for each in attempts if isinstance(each, _Server)]
-    left_out = list(dict.fromkeys(each for each in attempts if isinstance(each, str)))
-    if not servers:
-        raise InvalidConfig(f"no candidate can run: {left_out[0]}")
-    return Candidates(
-        name=servers[0].named.name,
-        notes=list(dict.fromkeys(each.named.note for each in servers)),
-        all=[each.candidate for each in servers],
-        left_out=left_out,
-    )
-
-
-class _Server(NamedTuple):
-    candidate: Candidate
-    named: NamedServer
+        _add_planned(candidates, args, prices)
+    if not candidates.all:
+        raise InvalidConfig(f"no candidate can run: {candidates.left_out[0]}")
+    return candidates
 
 
 def _prices(args: argparse.Namespace) -> list[float | None]:
@@ -115,8 +116,7 @@ def _prices(args: argparse.Namespace) -> list[float | None]:
     return list(prices)
 
 
-def _calibrated(args: argparse.Namespace, price: float | None) -> Iterator[_Server | str]:
-    """Yields a server, or why it cannot run."""
+def _add_calibrated(candidates: Candidates, args: argparse.Namespace, price: float | None) -> None:
     for flag, value in (("--device", args.devices), ("--quantization", args.quantization)):
         if value is not None:
             raise InvalidConfig(f"{flag} is that of --calibration; remove it")
@@ -129,11 +129,11 @@ def _calibrated(args: argparse.Namespace, price: float | None) -> Iterator[_Serv
         except InvalidConfig as error:
             if values == (None, None, None):
                 raise
-            yield str(error)
+            candidates.leave_out(str(error))
             continue
         info = named.server.info
         quantization = info.quantization.method if info.quantization else None
-        yield _server(named, info.device, price, quantization)
+        candidates.add(named, info.device, price, quantization)
 
 
 # Those that differ enough to matter for a GPU, and not so many that a plan takes an hour.
@@ -141,8 +141,9 @@ _SEQS, _TOKENS = (128, 256, 512), (1024, 2048, 8192)
 _WEIGHTS = (NO_QUANTIZATION, "int8")
 
 
-def _planned(args: argparse.Namespace, prices: list[float | None]) -> Iterator[_Server | str]:
-    """Yields a server, or why it cannot run."""
+def _add_planned(
+    candidates: Candidates, args: argparse.Namespace, prices: list[float | None]
+) -> None:
     if not args.devices:
         raise InvalidConfig("give the --device on which the model would run, such as H200")
     for (device, price), weights in product(
@@ -155,18 +156,9 @@ def _planned(args: argparse.Namespace, prices: list[float | None]) -> Iterator[_
                     named = _named_server(args, device, quantization, size, limits)
                 except PenstockError as error:
                     what = f"{device}, TP {size}, {weights} weights, {limits[0]} sequences"
-                    yield f"{what}: {error}"
+                    candidates.leave_out(f"{what}: {error}")
                     continue
-                yield _server(named, device, price, quantization)
-
-
-def _server(
-    named: NamedServer, device: str, price: float | None, quantization: str | None
-) -> _Server:
-    candidate = Candidate(
-        device=device, price=price, quantization=quantization, server=named.server
-    )
-    return _Server(candidate, named)
+                candidates.add(named, device, price, quantization)
 
 
 def _limits(args: argparse.Namespace) -> Iterator[tuple[int, int]]:

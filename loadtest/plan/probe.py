@@ -3,7 +3,7 @@ candidate that was simulated at one rate."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from penstock.loadtest.plan.candidates import Candidate
@@ -140,35 +140,28 @@ def probe(
     targets: Targets,
     *,
     num_replicas: int = 1,
-    seed: int = 0,
 ) -> Point:
     """requests: those of the rate. Ended early where the targets cannot be met any more."""
-    plan = Plan(server=candidate.server, num_replicas=num_replicas, seed=seed)
+    plan = Plan(server=candidate.server, num_replicas=num_replicas)
     simulated = simulate(plan, requests, judge=TargetJudge(targets, len(requests)))
-    return _point_of(plan, simulated, rate, targets, num_replicas * candidate.num_devices)
-
-
-def _point_of(
-    plan: Plan, simulated: Simulated, rate: float, targets: Targets, num_devices: int
-) -> Point:
     observed = simulated.observed
-    point = {
-        "rate": rate,
-        "num_replicas": plan.num_replicas,
-        "num_devices": num_devices,
-        "num_requests": len(observed.results),
-        "num_steps": simulated.num_steps,
-        "cpu_s": simulated.cpu_s,
-    }
+    point = Point(
+        rate=rate,
+        num_replicas=num_replicas,
+        num_devices=num_replicas * candidate.num_devices,
+        num_requests=len(observed.results),
+        num_steps=simulated.num_steps,
+        cpu_s=simulated.cpu_s,
+        is_met=targets.are_met(observed),
+    )
     if observed.is_interrupted:
-        return Point(**point, is_met=False)  # type: ignore[arg-type]
+        return point
     done, duration_s = observed.completed, observed.duration_s
     tpot_s = mean_tpot_s(observed)
     num_good = sum(is_good(result, targets.limits_ms) for result in done)
-    return Point(
-        **point,  # type: ignore[arg-type]
+    return replace(
+        point,
         **server_figures(simulated),
-        is_met=targets.are_met(observed),
         goodput=num_good / duration_s,
         input_tokens_per_s=sum(each.num_prompt_tokens for each in done) / duration_s,
         output_tokens_per_s=sum(each.num_output_tokens for each in done) / duration_s,
@@ -177,7 +170,7 @@ def _point_of(
         ttft_p99_ms=targets.percentile_ms(observed, "ttft"),
         tpot_p50_ms=targets.percentile_ms(observed, "tpot", 50),
         tpot_p99_ms=targets.percentile_ms(observed, "tpot"),
-        input_share=_input_share(plan.server, simulated),
+        input_share=_input_share(candidate.server, simulated),
     )
 
 

@@ -147,24 +147,14 @@ def find_limit(
     return points, Limit(met, missed)
 
 
-def search(
-    candidate: Candidate,
-    load: Load,
-    targets: Targets,
-    *,
-    precision: float,
-    has_front: bool = True,
-    on_point: Callable[[Point], None] = lambda point: None,
-) -> Searched:
-    """has_front: whether to probe at SHARES of the limit too. on_point: called after each probe."""
+def search(candidate: Candidate, load: Load, targets: Targets, precision: float) -> Searched:
+    """Probes at rates that close in on the limit, and at SHARES of it."""
 
     def measure(rate: float) -> Point:
-        point = probe(candidate, load.at(rate), rate, targets)
-        on_point(point)
-        return point
+        return probe(candidate, load.at(rate), rate, targets)
 
     points, (limit, _) = find_limit(measure, _first_rate(candidate, load), precision)
-    if limit is not None and has_front:
+    if limit is not None:
         points += [measure(share * limit) for share in SHARES]
     return Searched(candidate=candidate, points=points, limit=limit)
 
@@ -194,7 +184,7 @@ class Task:
         return Load(self.workload, self.seconds, count)
 
     def run(self, candidate: Candidate, load: Load) -> Searched:
-        return search(candidate, load, self.targets, precision=self.precision)
+        return search(candidate, load, self.targets, self.precision)
 
 
 _task: Task | None = None

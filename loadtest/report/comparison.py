@@ -115,14 +115,12 @@ class Row:
 
     def verdict(self, index: int, names: list[str]) -> str:
         """The name of the better of the two, or why there is none."""
-        first, other = self.values[0], self.values[index]
+        first, other, is_better = self.values[0], self.values[index], self.is_better(index)
+        if is_better is not None:
+            return names[index if is_better else 0]
         if self.metric.is_higher_better is None or not (first and other):
             return ""
-        if first.middle == other.middle:
-            return SAME
-        if self.is_within_spread(index):
-            return WITHIN_SPREAD
-        return names[index if self.is_better(index) else 0]
+        return SAME if first.middle == other.middle else WITHIN_SPREAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,13 +41,6 @@ class StepRecord(NamedTuple):
     kv_usage: float
 
 
-class _Report(NamedTuple):
-    """What the engine has sent, and the front end not yet written."""
-
-    sent_s: float
-    outputs: StepOutputs
-
-
 class _Inbox:
     """Requests that are on their way, in order of arrival. known_until_s: what comes later may not
     be among them yet."""
@@ -132,7 +125,8 @@ class Replica:
             self._scheduler, self._executor, self._inbox, self._send, self.clock, live
         )
         self._front_end, self._queue = server.front_end, FrontEndQueue(server.front_end)
-        self._report: _Report | None = None
+        # What the engine has sent, and when, and the front end has not yet written.
+        self._report: tuple[float, StepOutputs] | None = None
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
         self._on_outputs, self._on_refused = on_outputs, on_refused
         self.num_open = 0
@@ -169,22 +163,19 @@ class Replica:
         return self._queue.request(sent_s)
 
     def step(self, known_until_s: float) -> None:
-        """What a step sent is written, or else there is one more step, and the time that it takes.
+        """Writes what a step has sent, or else runs one more step, and takes its time.
         known_until_s: until when no further request is sent by a client: so those that reached the
         front end before a step's end have had their turn when its tokens are written."""
         if self._report:
-            self._write(self._report)
+            sent_s, outputs = self._report
+            written_s = self._queue.report(sent_s)
+            self.num_open -= self._on_outputs(outputs, written_s, self._front_end.token_s)
+            self._queue.tokens(len(outputs))
             self._report = None
             return
         costs = self._front_end
         self._inbox.known_until_s = known_until_s + costs.request_s + costs.delay_s
         self._loop.step()
-
-    def _write(self, report: _Report) -> None:
-        """Tokens of a step reach their clients."""
-        written_s = self._queue.report(report.sent_s)
-        self.num_open -= self._on_outputs(report.outputs, written_s, self._front_end.token_s)
-        self._queue.tokens(len(report.outputs))
 
     def _send(self, message: FromLoop) -> None:
         if isinstance(message, Accepted):
@@ -198,7 +189,7 @@ class Replica:
         end_s = clock.now_s
         clock.now_s = end_s + self._executor.host_s
         if message.outputs:
-            self._report = _Report(clock.now_s, message.outputs)
+            self._report = clock.now_s, message.outputs
         stats = message.stats
         self.steps.append(
             StepRecord(

@@ -63,10 +63,10 @@ class Simulated:
 
 
 class Judge(Protocol):
-    """Who may end a simulation early, when what it is to tell is certain."""
+    """May end a simulation early, when its result is certain."""
 
     def on_end(self, result: RequestResult) -> None:
-        """Of every request."""
+        """Is called with every request that has ended."""
         ...
 
     def is_over(self, open_results: Iterable[RequestResult], now_s: float) -> bool:
@@ -151,7 +151,7 @@ class _Simulation:
         self._requests = requests
         self._router = make_router(plan.router)
         self._results: dict[RequestId, RequestResult] = {}
-        # Of each open request: called for every token, so that it is looked up once.
+        # Called for every token of an open request, so that it is looked up once.
         self._note_arrival: dict[RequestId, Callable[[float], None]] = {}
         self._done: list[RequestResult] = []
         self._is_open_loop = plan.max_concurrency is None and any(r.arrival_s for r in requests)
@@ -172,11 +172,8 @@ class _Simulation:
         # When each does something next: its own steps and requests alone change that.
         self._next_times = [each.next_s for each in self._replicas]
 
+    @uncollected()
     def run(self, on_progress: Callable[[int, int], None]) -> Simulated:
-        with uncollected():
-            return self._run(on_progress)
-
-    def _run(self, on_progress: Callable[[int, int], None]) -> Simulated:
         begin_s = time.process_time()
         num_steps, is_over = 0, False
         replicas, arrivals, judge = self._replicas, self._arrivals, self._judge

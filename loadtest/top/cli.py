@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from types import FrameType
 
 from penstock.loadtest.command_line import (
     API_KEY_VARIABLE,
@@ -98,16 +96,15 @@ def _once(scraper: Scraper, interval_s: float) -> int:
         history.add(scraper.scrape())
     except ServerUnreachable as error:
         raise ServerUnreachable(f"{scraper.url} is unreachable: {error}") from error
-    for line in view.draw(_once_view(scraper.url, history), _ONCE_WIDTH):
+    assert history.latest is not None
+    long = ("since its start", Window(Scrape(0.0), history.latest))
+    shown = View(
+        url=scraper.url, history=history, recent=_recent(history), long=long, glyphs=_glyphs()
+    )
+    for line in view.draw(shown, _ONCE_WIDTH):
         print(view.text(line))
     sys.stdout.flush()
     return 0
-
-
-def _once_view(url: str, history: History) -> View:
-    assert history.latest is not None
-    long = ("since its start", Window(Scrape(0.0), history.latest))
-    return View(url=url, history=history, recent=_recent(history), long=long, glyphs=_glyphs())
 
 
 def _recent(history: History) -> tuple[str, Window] | None:
@@ -126,14 +123,6 @@ def _glyphs() -> view.Glyphs:
 # The live view ------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Update:
-    """The result of one scrape."""
-
-    scrape: Scrape | None = None
-    error: PenstockError | None = None
-
-
 class _Poller(threading.Thread):
     """Scrapes the server at every interval, and writes a byte to `wake_fd` after each scrape.
 
@@ -146,22 +135,23 @@ class _Poller(threading.Thread):
         self._interval_s = interval_s
         self._wake_fd = wake_fd
         self._lock = threading.Lock()
-        self._updates: list[_Update] = []
+        self._updates: list[Scrape | PenstockError] = []
 
     def run(self) -> None:
         while True:
             begun_s = time.monotonic()
+            update: Scrape | PenstockError
             try:
-                update = _Update(scrape=self._scraper.scrape())
+                update = self._scraper.scrape()
             except PenstockError as error:
-                update = _Update(error=error)
+                update = error
             with self._lock:
                 self._updates.append(update)
             with suppress(OSError):  # the pipe is full while suspended, and closed at the end
                 os.write(self._wake_fd, b"\0")
             time.sleep(max(0.05, self._interval_s - (time.monotonic() - begun_s)))
 
-    def take(self) -> list[_Update]:
+    def take(self) -> list[Scrape | PenstockError]:
         with self._lock:
             updates, self._updates = self._updates, []
         return updates
@@ -177,14 +167,16 @@ class _Display:
         self._glyphs = _glyphs()
         self._has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
-    def apply(self, update: _Update) -> None:
+    def apply(self, update: Scrape | PenstockError) -> None:
         """Raises NotPenstock before the first successful scrape: the address is wrong. After one,
         the server counts as unreachable, and may come back."""
-        if isinstance(update.error, NotPenstock) and self._history.latest is None:
-            raise update.error
-        self._error = str(update.error) if update.error else None
-        if update.scrape:
-            self._history.add(update.scrape)
+        if isinstance(update, Scrape):
+            self._history.add(update)
+            self._error = None
+        elif isinstance(update, NotPenstock) and self._history.latest is None:
+            raise update
+        else:
+            self._error = str(update)
 
     def draw(self, width: int, height: int) -> str:
         """A frame as terminal output: each line overwrites the old one, so that nothing flickers.
@@ -198,11 +190,15 @@ class _Display:
 
     def _view(self) -> View:
         whole, latest = self._history.whole(), self._history.latest
+        long = None
+        if whole:
+            is_full = whole.seconds > view.MINUTE_S - 2
+            long = ("last minute" if is_full else f"last {whole.seconds:.0f} s", whole)
         return View(
             url=self._url,
             history=self._history,
             recent=_recent(self._history),
-            long=(_name_of(whole.seconds), whole) if whole else None,
+            long=long,
             glyphs=self._glyphs,
             error=self._error,
             unreachable_s=time.monotonic() - latest.time_s if latest else 0.0,
@@ -218,10 +214,6 @@ class _Display:
         )
 
 
-def _name_of(seconds: float) -> str:
-    return "last minute" if seconds > view.MINUTE_S - 2 else f"last {seconds:.0f} s"
-
-
 def _live(scraper: Scraper, interval_s: float) -> int:
     with _wake_pipe() as (wake_fd, wake_from_fd), _Terminal() as screen:
         poller = _Poller(scraper, interval_s, wake_from_fd)
@@ -230,8 +222,10 @@ def _live(scraper: Scraper, interval_s: float) -> int:
         screen.show(display)
         while True:
             ready, _, _ = select.select([sys.stdin, wake_fd], [], [])
-            if sys.stdin in ready and not _continues_after(os.read(sys.stdin.fileno(), 1024)):
-                return 0
+            if sys.stdin in ready:
+                keys = os.read(sys.stdin.fileno(), 1024)  # none where the terminal is closed
+                if not keys or any(key in _QUIT_KEYS for key in keys):
+                    return 0
             if wake_fd in ready:
                 # A signal writes its number, the poller a zero.
                 woken_by = os.read(wake_fd, 1024)
@@ -244,11 +238,6 @@ def _live(scraper: Scraper, interval_s: float) -> int:
             screen.show(display)
 
 
-def _continues_after(keys: bytes) -> bool:
-    """False after q, or when the terminal is closed."""
-    return bool(keys) and not any(key in _QUIT_KEYS for key in keys)
-
-
 @contextmanager
 def _wake_pipe() -> Iterator[tuple[int, int]]:
     """A pipe that ends the wait for a key: on a signal, or after a scrape."""
@@ -256,7 +245,8 @@ def _wake_pipe() -> Iterator[tuple[int, int]]:
     os.set_blocking(write_fd, False)
     before_fd = signal.set_wakeup_fd(write_fd)
     numbers = (*_ENDING, signal.SIGWINCH, signal.SIGTSTP)
-    before = {number: signal.signal(number, _only_wake) for number in numbers}
+    # The handler has nothing to do: the signal's number is in the pipe, which the loop reads.
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
         yield read_fd, write_fd
     finally:
@@ -269,10 +259,6 @@ def _wake_pipe() -> Iterator[tuple[int, int]]:
 
 # Ctrl-C too: as an exception it could be raised anywhere.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    """Nothing to do: the signal's number is in the wake-up pipe, which the loop reads."""
 
 
 class _Terminal:

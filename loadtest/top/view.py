@@ -6,8 +6,9 @@ first, so that it cannot send escape sequences to the terminal.
 
 # Why not rich: 3 % fewer lines, frames nine times as slow (measured in LOG.md).
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from penstock.loadtest.top.scrape import History, Scrape, Window
 
@@ -21,6 +22,11 @@ _LATENCIES = (
     ("ITL", "inter_token_latency_seconds"),
     ("queue", "queue_time_seconds"),
 )
+# The numbers that have a sparkline, two beside each other.
+_RATES = {
+    "tokens/s": {"output": "generated_tokens_total", "prompt": "prompt_tokens_total"},
+    "sequences": {"running": "running_sequences", "waiting": "waiting_sequences"},
+}
 _QUANTILES = (0.5, 0.95, 0.99)
 _LABEL_WIDTH = 9
 _HALF_SPARK_FROM = 60  # columns; a narrower terminal has no room for sparklines
@@ -121,7 +127,8 @@ def _panels(view: View, latest: Scrape, width: int) -> Iterator[Line]:
 def _about(latest: Scrape, glyphs: Glyphs, width: int) -> str:
     """The model, its device and the uptime: as many whole items as fit."""
     model, build = latest.info("model_info"), latest.info("build_info")
-    words = [_clean(value) for _, value in sorted(model.items(), key=_model_label_order) if value]
+    name_first = sorted(model.items(), key=lambda item: ("name" not in item[0], item[0]))
+    words = [_clean(value) for _, value in name_first if value]
     if latest.age_s is not None:
         words.append(f"up {_duration(latest.age_s)}")
     if version := build.get("version"):
@@ -134,42 +141,27 @@ def _about(latest: Scrape, glyphs: Glyphs, width: int) -> str:
     return between.join(words) or "a Penstock server"
 
 
-def _model_label_order(item: tuple[str, str]) -> tuple[bool, str]:
-    """The model's name first."""
-    return "name" not in item[0], item[0]
-
-
 # Throughput ---------------------------------------------------------------------------------------
 
 
 def _throughput(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     recent = view.recent[1] if view.recent else None
-
-    def rate(name: str) -> str:
-        return _count(recent.rate(name) if recent else None)
-
-    def spark(pick: Callable[[Window], float | None], room: int) -> str:
-        return _sparkline([pick(window) for window in view.history.intervals()], room, view.glyphs)
-
     half = max(1, (width - 2) // 2)
     room = min(_MOST_SPARK, half - 18) if width >= _HALF_SPARK_FROM else 0
-    sides = (
-        (
-            ("output", rate("generated_tokens_total"), _rate_of("generated_tokens_total")),
-            ("prompt", rate("prompt_tokens_total"), _rate_of("prompt_tokens_total")),
-        ),
-        (
-            ("running", _count(latest.value("running_sequences")), _gauge("running_sequences")),
-            ("waiting", _count(latest.value("waiting_sequences")), _gauge("waiting_sequences")),
-        ),
-    )
-    for kind, side in zip(("tokens/s", "sequences"), sides, strict=True):
+    windows = list(view.history.intervals())
+    for kind, metrics in _RATES.items():
         line: Line = []
-        for name, value, pick in side:
-            drawn = spark(pick, room) if room > 0 else ""
+        for name, metric in metrics.items():
+            if kind == "tokens/s":
+                value = recent.rate(metric) if recent else None
+                past = [window.rate(metric) for window in windows]
+            else:
+                value = latest.value(metric)
+                past = [window.later.value(metric) for window in windows]
+            drawn = _sparkline(past, room, view.glyphs) if room > 0 else ""
             line += [
-                Span(f"{name:<{_LABEL_WIDTH}}", "dim"),
-                Span(f"{value:>8} "),
+                _label(name),
+                Span(f"{_count(value):>8} "),
                 Span(drawn.ljust(max(0, half - 18)), "good"),
                 Span("  "),
             ]
@@ -177,21 +169,13 @@ def _throughput(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     yield _outcomes(recent, latest)
 
 
-def _rate_of(name: str) -> Callable[[Window], float | None]:
-    return lambda window: window.rate(name)
-
-
-def _gauge(name: str) -> Callable[[Window], float | None]:
-    return lambda window: window.later.value(name)
-
-
 def _outcomes(recent: Window | None, latest: Scrape) -> Line:
     ended = recent.rate("requests_total") if recent else None
-    line = [Span(f"{'requests':<{_LABEL_WIDTH}}", "dim"), Span(f"{_count(ended):>8}/s ")]
+    line = [_label("requests"), Span(f"{_count(ended):>8}/s ")]
     for outcome in _OUTCOMES:
         value = latest.value("requests_total", outcome=outcome)
         style = "bad" if outcome == "failed" and value else "plain"
-        line += [Span(f"  {outcome} ", "dim"), Span(_whole(value), style)]
+        line += _named(outcome, _whole(value), style)
     return line
 
 
@@ -207,7 +191,7 @@ def _latencies(view: View, width: int) -> Iterator[Line]:
     quantiles = "".join(f"{f'p{q * 100:.0f}':>10}" for q in _QUANTILES) + "   "
     yield [Span(" " * _LABEL_WIDTH), Span((quantiles * len(spans)).rstrip(), "dim")]
     for label, name in _LATENCIES:
-        line = [Span(f"{label:<{_LABEL_WIDTH}}", "dim")]
+        line = [_label(label)]
         for _, window in spans:
             buckets = window.histogram(name)
             cells = "".join(f"{_seconds(buckets.quantile(q)):>10}" for q in _QUANTILES)
@@ -230,7 +214,7 @@ def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
         if latest.value(f"peak_{resource}_{per}", peak=peak)
     ]
     room = max(0, (width - _LABEL_WIDTH - 9) // max(1, len(columns)) - 1)
-    header = [Span(f"{'step of':<{_LABEL_WIDTH}}", "dim"), Span(f"{'time':>8} ", "dim")]
+    header = [_label("step of"), Span(f"{'time':>8} ", "dim")]
     for title, _, peak, unit, peak_name in columns:
         of = f"{_si(latest.value(peak_name, peak=peak))}{unit}"
         header.append(Span(f" {_fitting(title, peak, of, room):<{room}}", "title"))
@@ -241,10 +225,7 @@ def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
         of_class = {} if step_class == "all" else {"class": step_class}
         window = view.recent[1] if view.recent else None
         mean = window.histogram("step_time_seconds", **of_class).mean if window else None
-        line = [
-            Span(f"{step_class:<{_LABEL_WIDTH}}", "dim"),
-            Span(f"{_seconds(mean):>8} "),
-        ]
+        line = [_label(step_class), Span(f"{_seconds(mean):>8} ")]
         for _, name, peak, _, _ in columns:
             ratio = latest.value(name, peak=peak, **{"class": step_class})
             line += [Span(" "), *_ratio_bar(ratio, room, view.glyphs)]
@@ -284,13 +265,11 @@ def _memory(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     long = view.long[1] if view.long else None
     hits = long.share("prefix_hit_tokens_total", "prefix_query_tokens_total") if long else None
     yield [
-        Span(f"{'prefix':<{_LABEL_WIDTH}}", "dim"),
+        _label("prefix"),
         Span(f"{_percent(hits):>8}"),
         Span(" of looked-up tokens", "dim"),
-        Span("    preemptions ", "dim"),
-        Span(_whole(latest.value("preemptions_total"))),
-        Span("  recomputed ", "dim"),
-        Span(_whole(latest.value("recomputed_tokens_total"))),
+        *_named("  preemptions", _whole(latest.value("preemptions_total"))),
+        *_named("recomputed", _whole(latest.value("recomputed_tokens_total"))),
     ]
 
 
@@ -300,17 +279,12 @@ def _steps(recent: Window | None) -> Line:
     steps = recent.histogram("step_time_seconds") if recent else None
     idle = recent.later.value("engine_idle_ratio") if recent else None
     return [
-        Span(f"{'step':<{_LABEL_WIDTH}}", "dim"),
-        Span(f"{_seconds(steps.quantile(0.5) if steps else None):>8}"),
-        Span(" p50  "),
-        Span(_seconds(steps.quantile(0.99) if steps else None)),
-        Span(" p99"),
-        Span("    batch ", "dim"),
-        Span(_count(batch)),
-        Span("  tokens ", "dim"),
-        Span(_count(tokens)),
-        Span("  idle ", "dim"),
-        Span(_percent(idle)),
+        _label("step"),
+        Span(f"{_seconds(steps.quantile(0.5) if steps else None):>8} p50  "),
+        Span(f"{_seconds(steps.quantile(0.99) if steps else None)} p99"),
+        *_named("  batch", _count(batch)),
+        *_named("tokens", _count(tokens)),
+        *_named("idle", _percent(idle)),
     ]
 
 
@@ -321,7 +295,7 @@ def _kv(latest: Scrape, width: int, glyphs: Glyphs) -> Line:
     share = (blocks["used"] or 0.0) / total if total else None
     words: Line = []
     for kind, value in blocks.items():
-        words += [Span(f"  {kind} ", "dim"), Span(_whole(value))]
+        words += _named(kind, _whole(value))
     if size := latest.value("kv_block_size_tokens"):
         words.append(Span(f"  of {size:.0f} tokens", "dim"))
     room = max(0, min(_MOST_SPARK, width - _LABEL_WIDTH - 9 - sum(len(w.text) for w in words)))
@@ -329,7 +303,7 @@ def _kv(latest: Scrape, width: int, glyphs: Glyphs) -> Line:
     idle = min(room - used, round((blocks["idle"] or 0.0) / total * room)) if total else 0
     style = "bad" if (share or 0.0) > 0.95 else "fair" if (share or 0.0) > 0.8 else "good"
     return [
-        Span(f"{'KV blocks':<{_LABEL_WIDTH}}", "dim"),
+        _label("KV blocks"),
         Span(f"{_percent(share):>8} "),
         Span(glyphs.bar * used, style),
         Span(glyphs.idle * idle),
@@ -341,13 +315,21 @@ def _kv(latest: Scrape, width: int, glyphs: Glyphs) -> Line:
 # Words and numbers --------------------------------------------------------------------------------
 
 
+def _label(name: str) -> Span:
+    return Span(f"{name:<{_LABEL_WIDTH}}", "dim")
+
+
+def _named(name: str, value: str, style: str = "plain") -> Line:
+    return [Span(f"  {name} ", "dim"), Span(value, style)]
+
+
 def _sparkline(values: list[float | None], room: int, glyphs: Glyphs) -> str:
     """The newest at the right; if not all fit, each column is the mean of several values."""
     known = [value or 0.0 for value in values]
     per_column = max(1, -(-len(known) // room))
     # Groups are formed from the newest value, so that the rightmost is always complete.
     ends = range(len(known), 0, -per_column)
-    means = [_mean(known[max(0, end - per_column) : end]) for end in ends][::-1]
+    means = [fmean(known[max(0, end - per_column) : end]) for end in ends][::-1]
     top = max(means, default=0.0)
     last = len(glyphs.spark) - 1
     return "".join(
@@ -355,10 +337,6 @@ def _sparkline(values: list[float | None], room: int, glyphs: Glyphs) -> str:
         glyphs.spark[max(1, round(value / top * last)) if value > 0 else 0]
         for value in means
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _cropped(line: Line, width: int) -> Line:

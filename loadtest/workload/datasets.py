@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.scheduler.errors import InvalidConfig
+
+T = TypeVar("T")
 
 # Tokens per hash id of a Mooncake trace, from the trace's documentation.
 MOONCAKE_BLOCK_TOKENS = 512
@@ -62,59 +64,28 @@ class TextRow:
 
 def read_azure(path: Path) -> Iterator[TraceRow]:
     """Azure's LLM inference traces of 2023 and 2024: TIMESTAMP, ContextTokens, GeneratedTokens."""
-    return _read_csv(path, _azure_row, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
-
-
-def _azure_row(row: dict[str, str]) -> TraceRow:
-    return TraceRow(
-        at_s=_timestamp(row["timestamp"]),
-        num_prompt_tokens=_whole(row, "ContextTokens"),
-        num_output_tokens=_whole(row, "GeneratedTokens"),
-    )
+    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    return _read_csv(path, columns, _timestamp, "a date and time")
 
 
 def _timestamp(text: str) -> float:
     """Seconds from a date and time: 2023's files have no time zone, 2024's do."""
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ValueError(f"TIMESTAMP is {text!r}, and not a date and time") from error
+    time = datetime.fromisoformat(text)
     # Only differences within a file matter: UTC for all times without a zone has no DST jumps.
     return (time if time.tzinfo else datetime.fromisoformat(f"{text}+00:00")).timestamp()
 
 
 def read_burstgpt(path: Path) -> Iterator[TraceRow]:
     """BurstGPT; a row without response tokens is a failed request and is left out."""
-    return _read_csv(path, _burstgpt_row, ("Timestamp", "Request tokens", "Response tokens"))
-
-
-def _burstgpt_row(row: dict[str, str]) -> TraceRow:
-    return TraceRow(
-        at_s=_seconds(row["timestamp"]),
-        num_prompt_tokens=_whole(row, "Request tokens"),
-        num_output_tokens=_whole(row, "Response tokens"),
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"Timestamp is {text!r}, and not a number of seconds") from error
-
-
-def _whole(row: dict[str, str], column: str) -> int:
-    text = row[column.lower()]
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ValueError(f"{column} is {text!r}, and not a whole number") from error
+    columns = ("Timestamp", "Request tokens", "Response tokens")
+    return _read_csv(path, columns, float, "a number of seconds")
 
 
 def _read_csv(
-    path: Path, parse: Callable[[dict[str, str]], TraceRow], columns: tuple[str, ...]
+    path: Path, columns: tuple[str, str, str], parse_time: Callable[[str], float], kind: str
 ) -> Iterator[TraceRow]:
-    """Finds columns by name, ignoring case and order; leaves out rows without tokens."""
+    """Finds columns by name, ignoring case and order; leaves out rows without tokens. columns: of
+    times, which are of this kind, of prompt tokens, and of output tokens."""
     with _open(path) as file:
         lines = csv.reader(file)
         try:
@@ -133,11 +104,24 @@ def _read_csv(
                     continue
                 if len(row) != len(header):
                     raise ValueError(f"it has {len(row)} values, and the header {len(header)}")
-                parsed = parse(dict(zip(header, row, strict=True)))
+                values = dict(zip(header, row, strict=True))
+                parsed = TraceRow(
+                    at_s=_parsed(values, columns[0], parse_time, kind),
+                    num_prompt_tokens=_parsed(values, columns[1], int, "a whole number"),
+                    num_output_tokens=_parsed(values, columns[2], int, "a whole number"),
+                )
             except (ValueError, csv.Error) as error:
                 raise BadDataset(f"{path}, line {lines.line_num}: {error}") from error
             if parsed.num_prompt_tokens > 0 and parsed.num_output_tokens > 0:
                 yield parsed
+
+
+def _parsed(row: dict[str, str], column: str, parse: Callable[[str], T], kind: str) -> T:
+    text = row[column.lower()]
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{column} is {text!r}, and not {kind}") from error
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -187,12 +171,10 @@ def read_recording(path: Path) -> Iterator[TraceRow]:
     try:
         recording = msgspec.json.decode(data, type=_Recording)
         rows = zip(recording.start_times, recording.input_lens, recording.output_lens, strict=True)
-        for at_s, num_prompt_tokens, num_output_tokens in rows:
-            if num_prompt_tokens > 0 and num_output_tokens > 0:
+        for at_s, num_prompt, num_output in rows:
+            if num_prompt > 0 and num_output > 0:
                 yield TraceRow(
-                    at_s=at_s,
-                    num_prompt_tokens=num_prompt_tokens,
-                    num_output_tokens=num_output_tokens,
+                    at_s=at_s, num_prompt_tokens=num_prompt, num_output_tokens=num_output
                 )
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadDataset(
@@ -334,9 +316,5 @@ def _open(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadDataset(
-            f"--dataset-path {path} cannot be read: {error.strerror or error}"
-        ) from error
+    with _open(path) as file:
+        return bytes(file.buffer.read())

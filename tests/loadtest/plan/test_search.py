@@ -73,7 +73,7 @@ def test_the_search_finds_the_rate_that_the_m_d_1_queue_allows(limit_s: float) -
     known = highest_rate(SERVICE_S, limit_s, 0.99)
     searched = search(
         candidate_of(one_at_a_time()), Load(WORKLOAD, 1000.0), Targets({"ttft": limit_s * 1e3}),
-        precision=0.02, has_front=False,
+        precision=0.02,
     )  # fmt: skip
     assert searched.limit == pytest.approx(known, rel=0.04)
     best = searched.best
