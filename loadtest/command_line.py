@@ -88,8 +88,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help of every flag."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, BenchParser)
         parser.show_all()

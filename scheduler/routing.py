@@ -29,8 +29,6 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class RouterPolicy(StrEnum):
-    """How requests are spread over replicas."""
-
     ROUND_ROBIN = "round-robin"
     LEAST_LOADED = "least-loaded"
     PREFIX_AWARE = "prefix-aware"
@@ -63,8 +61,6 @@ def make_router(policy: RouterPolicy) -> Router[int]:
 
 
 class RoundRobin(Generic[Name]):
-    """One after the other."""
-
     def __init__(self) -> None:
         self._numbers = count()
 

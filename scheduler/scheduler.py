@@ -208,7 +208,6 @@ class Scheduler:
 
     @property
     def running_ids(self) -> list[RequestId]:
-        """Returns those of the requests that have a running sequence."""
         running = (*self._decoding, *self._prefilling)
         return list(dict.fromkeys(sequence.request.id for sequence in running))
 
@@ -275,7 +274,6 @@ class Scheduler:
             self._targets.check(sequence, ahead, self.num_running, now - request.arrival_s)
 
     def _ahead_of(self, sequence: Sequence) -> Ahead:
-        """Says what a sequence that arrives finds."""
         admission = self._kv.plan(sequence)
         num_cached = self._loads.num_within_reach(sequence, admission.num_computed)
         sequence.num_cached_at_arrival = num_cached

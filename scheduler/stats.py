@@ -92,10 +92,6 @@ class SchedulerStats(NamedTuple):
         """The share of its blocks that sequences hold, of the group where it is largest."""
         return max([group.usage for group in self.groups])
 
-    def plus_counters(self, earlier: "SchedulerStats") -> "SchedulerStats":
-        """With the counters of a scheduler that another engine had before."""
-        return plus_counters(self, earlier)
-
 
 Stats = TypeVar("Stats", PlaceStats, TierStats, SchedulerStats)
 
@@ -106,7 +102,7 @@ def plus(stats: Stats, **more: float) -> Stats:
 
 
 def plus_counters(stats: Stats, earlier: Stats) -> Stats:
-    """With the counters of the earlier ones added, in all places of a tier too."""
+    """Adds the counters that an earlier engine had, in all places of a tier too."""
     more: dict[str, Any] = {}
     for name, before in earlier._asdict().items():
         now = getattr(stats, name)
@@ -226,6 +222,26 @@ def work_of(
         graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
         num_chunks,
     )
+
+
+def expected_work(
+    windows: Iterable[int | None],
+    *,
+    keys: int = 0,
+    num_decodes: int = 0,
+    chunk: int = 0,
+    start: int = 0,
+) -> StepWork:
+    """A step of decodes that read `keys` positions, and of a chunk of so many tokens from `start`
+    on. windows: as of `work_of`."""
+    attention = []
+    for window in windows:
+        read = keys if window is None else min(keys, num_decodes * window)
+        reach = start if window is None else min(start, window)
+        pairs = chunk * reach + (chunk * (chunk + 1) // 2 if reach == start else 0)
+        attention.append(AttentionWork(read + (reach + chunk if chunk else 0), read + pairs, read))
+    num = num_decodes + (chunk > 0)
+    return StepWork(chunk, num_decodes, num, num, 0, tuple(attention), num_chunks=num - num_decodes)
 
 
 def _attention_work(

@@ -22,8 +22,6 @@ class Pooling(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
-
     STOP = "stop"  # it sampled one of its stop token ids
     LENGTH = "length"  # max_tokens, or the model's context, is used up
     ABORT = "abort"  # the client disconnected, or the server ended it

@@ -151,7 +151,6 @@ def _check_result_flags(args: argparse.Namespace) -> None:
 
 
 def _base_url(args: argparse.Namespace) -> str:
-    """Where the server is. Raises InvalidConfig."""
     if args.base_url is None:
         return f"http://{args.host or DEFAULT_HOST}:{args.port or DEFAULT_PORT}"
     if args.host is not None or args.port is not None:

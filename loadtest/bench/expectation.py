@@ -21,7 +21,7 @@ FIGURES = (
     ("TPOT p50, ms", "p50_tpot_ms", 0.05),
     ("TPOT p99, ms", "p99_tpot_ms", 0.05),
 )
-# What a model's limits or a client's choice of format change, and a plan does not depend on.
+# A model's limits or a client's choice of format change these; a plan does not depend on them.
 _NOT_COMPARED = ("max_model_len", "prompt_format", "vocab_size", "is_chat")
 
 
@@ -38,7 +38,7 @@ class ExpectedFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Of one server under one load. load: that of `load_of`. targets_ms: of 99th percentiles."""
+    """Figures of a server under a load. load: that of `load_of`. targets_ms: of 99th percentiles."""
 
     load: dict[str, str]
     targets_ms: dict[str, float]
@@ -47,8 +47,6 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanFile:
-    """What is read of a plan here."""
-
     expectation: Expectation | None
 
 

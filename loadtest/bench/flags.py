@@ -36,7 +36,7 @@ SAMPLING = (
 MAX_SERVER_COUNTS = 400
 # vLLM's defaults.
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-# What --help shows; --help-all shows all.
+# --help shows these; --help-all shows all.
 _COMMON = frozenset(
     {
         *("--base-url", "--model", "--backend", "--num-prompts", "--request-rate"),

@@ -60,7 +60,6 @@ class HttpTarget:
 
     @property
     def num_open(self) -> int:
-        """Requests in flight."""
         return len(self._open)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run leaves: its settings and numbers as text or JSON, and the files that flags name."""
+"""Writes the settings and numbers of a run as text or JSON, and the files that flags name."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What `vllm bench` has and `penstock bench` lacks, each with what to do instead.
+"""Tells what to do instead of what `vllm bench` has and `penstock bench` lacks.
 
 A command line that was written for vLLM is told from a mistake: its flags, data sets and backends
 are refused by name.
@@ -74,12 +74,12 @@ _BACKENDS = {
     "scalellm": "use openai",
 }
 _VALUES = {"--dataset-name": _DATASETS, "--backend": _BACKENDS, "--endpoint-type": _BACKENDS}
-# Of `vllm bench`: they measure an engine in the same process, and not a server.
+# Commands of `vllm bench` that measure an engine in the same process, and not a server.
 _COMMANDS = ("latency", "throughput", "startup", "mm-processor", "sweep")
 
 
 def advice_on_flag(flag: str) -> str | None:
-    """What to do instead of a flag of vLLM; None for any other flag."""
+    """Says what to do instead of a flag of vLLM; None for any other flag."""
     return _FLAGS.get(flag) or next(
         (text for start, text in _FLAG_PREFIXES.items() if flag.startswith(start)), None
     )

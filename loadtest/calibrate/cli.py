@@ -28,7 +28,7 @@ from penstock.loadtest.calibrate.front_end import (
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.stats import AttentionWork, StepWork
+from penstock.scheduler.stats import expected_work
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
 from penstock.scheduler.step_model.fit import fit
 
@@ -91,8 +91,7 @@ async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibratio
 def calibration_of(base_url: str, measured: Measured, read: ServerSteps) -> Calibration:
     """Raises TooFewSteps."""
     model = fit(read.steps, runs_ahead=read.model.runs_ahead)
-    attention = AttentionWork(PROBE_TOKENS, PROBE_TOKENS * (PROBE_TOKENS + 1) // 2)
-    probe = StepWork(PROBE_TOKENS, 0, 1, 1, 0, (attention,) * len(read.model.windows), num_chunks=1)
+    probe = expected_work(read.model.windows, chunk=PROBE_TOKENS)
     engine_s = sum(model.time_of(read.model.amounts(probe)))
     delay_s = max(0.0, measured.ttft_s - engine_s - measured.costs.idle_s)
     return Calibration(
@@ -138,7 +137,7 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
 
 
 def describe(made: Calibration) -> str:
-    """What a person should know of it: the coefficients, and where they hold."""
+    """Says what a person should know of it: the coefficients, and where they hold."""
     info, model = made.model, made.step_model
     lines = [
         f"{made.name}, {info.dtype}, on {info.device}; {made.source}",

@@ -92,7 +92,7 @@ def scheduler_config(args: argparse.Namespace, default: SchedulerConfig) -> Sche
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Of a parser with all of these flags and a positional `model`. Raises InvalidConfig."""
+    """args: with all of these flags, and a positional `model`. Raises InvalidConfig."""
     return EngineConfig(
         model=args.model or str(DEMO_MODEL),
         device=Device(args.device),

@@ -56,7 +56,7 @@ class Screen:
         self._is_in_line = self._is_in_reasoning = False
 
     def say(self, text: str) -> None:
-        """What a command answers."""
+        """Shows the answer of a command."""
         self._write(self._dim(_printable(text)) + "\n")
 
     def note(self, text: str) -> None:

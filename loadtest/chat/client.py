@@ -35,7 +35,7 @@ class Refused(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event brought; at the end the reason of the end, and the number of tokens."""
+    """The content of one event; at the end the reason of the end, and the number of tokens."""
 
     text: str = ""
     reasoning: str = ""

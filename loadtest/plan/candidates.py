@@ -162,7 +162,6 @@ def _add_planned(
 
 
 def _limits(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """--max-num-seqs and --max-num-batched-tokens."""
     return product(args.seqs or _SEQS, args.tokens or _TOKENS)
 
 
@@ -192,7 +191,6 @@ def _named_server(
     size: int,
     limits: tuple[int, int],
 ) -> NamedServer:
-    """Raises PenstockError."""
     seqs, tokens = limits
     scheduler = SchedulerConfig(
         max_num_seqs=seqs,

@@ -12,7 +12,7 @@ from penstock.loadtest.simulate.outcome import server_figures
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
 from penstock.loadtest.workload.workload import TimedRequest
-from penstock.scheduler.stats import AttentionWork, StepWork
+from penstock.scheduler.stats import expected_work
 
 PERCENT = 99.0
 
@@ -175,7 +175,7 @@ def probe(
 
 
 def _input_share(server: SimulatedServer, simulated: Simulated) -> float:
-    """What chunks add to steps of the mean number of decodes, over the time of all steps."""
+    """Returns the time that chunks add to steps of the mean number of decodes, over that of all."""
     steps = simulated.all_steps
     done = simulated.observed.completed
     num_chunk_tokens = sum(each.num_prompt_tokens - each.num_cached_tokens for each in done)
@@ -193,19 +193,7 @@ def _input_share(server: SimulatedServer, simulated: Simulated) -> float:
 
 def _step_s(server: SimulatedServer, decodes: int, context: int, chunk: int) -> float:
     """A step of so many decodes and one chunk of so many tokens."""
-    keys = decodes * context
-    attention = []
-    for window in server.info.windows:
-        seen = min(keys, decodes * (window or context))
-        pairs = chunk * (chunk + 1) // 2
-        attention.append(AttentionWork(seen + chunk, seen + pairs, seen))
-    work = StepWork(
-        num_prefill_tokens=chunk,
-        num_decode_tokens=decodes,
-        num_sequences=decodes + (chunk > 0),
-        num_sampled=decodes,
-        num_scored=0,
-        attention=tuple(attention),
-        num_chunks=int(chunk > 0),
-    )
+    work = expected_work(
+        server.info.windows, keys=decodes * context, num_decodes=decodes, chunk=chunk
+    )._replace(num_sampled=decodes)
     return server.step_model.cycle_s(server.step_model.time_of(server.info.amounts(work)))

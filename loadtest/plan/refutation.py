@@ -1,4 +1,4 @@
-"""What would refute a plan: a load for one server, what is expected of it, and the commands."""
+"""`Refutation`: a load for one server, the figures that it must show, and the commands."""
 
 import argparse
 import math

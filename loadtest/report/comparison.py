@@ -17,7 +17,7 @@ from penstock.loadtest.report.report import METRIC_TITLES, Summary, readable_dat
 from penstock.scheduler.errors import InvalidConfig
 
 MIN_SIDES, MAX_SIDES = 2, 5
-# What the numbers depend on; two runs that differ in one of these had other workloads.
+# The numbers depend on these; two runs that differ in one of these had other workloads.
 _SETTINGS = (
     *("model_id", "dataset_name", "dataset_path", "num_prompts", "request_rate", "burstiness"),
     *("max_concurrency", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
@@ -67,7 +67,7 @@ class Side:
     runs: list[Summary]
 
     def described(self) -> str:
-        """Which file, model and date."""
+        """Names the file, the model and the date."""
         first = self.runs[0]
         parts = [str(first.get("label") or ""), str(first.get("model_id") or "")]
         parts.append(readable_date(str(first.get("date") or "")))

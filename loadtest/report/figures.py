@@ -32,8 +32,6 @@ PARTS = (UNSENT, FIRST_TOKEN, DECODE, FAILED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One replay and its summary."""
-
     summary: Summary
     observed: Replay
 

@@ -40,7 +40,7 @@ _NOTABLE_CACHED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """What the report shows, with vLLM's names. goodput_ms: the limit of each metric."""
+    """The settings of a report, with vLLM's names. goodput_ms: the limit of each metric."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (90.0, 95.0, 99.0)
@@ -283,7 +283,7 @@ def report_warnings(replay: Replay, *, has_due_times: bool, cache_advice: str) -
 
 
 def _cached_share(replay: Replay) -> float:
-    """Of the prompt tokens of complete responses, those that the server had cached."""
+    """Returns the share of the prompt tokens of complete responses that the server had cached."""
     done = replay.completed
     num_cached = sum(result.num_cached_tokens for result in done)
     return num_cached / max(1, sum(result.num_prompt_tokens for result in done))

@@ -86,7 +86,7 @@ def make_parser() -> BenchParser:
     add_load(parser)
     add_dataset(parser)
     add_result(parser)
-    # What a server that exists is asked for, which the settings of a result name too.
+    # A server that exists is asked for these, and the settings of a result name them too.
     parser.set_defaults(endpoint=None, backend=None, model=None, sweep=False)
     return parser
 
@@ -104,7 +104,6 @@ def main(argv: list[str]) -> int:
 
 
 def _config(args: argparse.Namespace) -> BenchConfig:
-    """Raises InvalidConfig."""
     if args.prompt_format == PromptFormat.TEXT:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
     require(args.replicas >= 1, "--replicas", args.replicas, "at least 1")
@@ -169,7 +168,6 @@ def _settings(config: BenchConfig, named: NamedServer, plan: Plan, simulated: Si
 
 
 def _progress(total: int, *, is_shown: bool) -> Callable[[int, int], None]:
-    """A line every few seconds."""
     shown_s = time.monotonic()
 
     def progress(num_done: int, num_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What came of a simulation, besides what a client sees: its class, memory, cost and error bars."""
+"""The outcome of a simulation, besides what a client sees: its class, memory, cost, error bars."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -20,8 +20,6 @@ _PERCENT = 100.0
 
 
 class RunClass(StrEnum):
-    """Whether the servers kept up."""
-
     STABLE = "stable"  # requests hardly ever waited for a slot
     BACKLOGGED = "backlogged"  # they did, and the queue did not grow without end
     OVERLOADED = "overloaded"  # more came than was served: with more requests all is worse
@@ -102,7 +100,7 @@ def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summar
 
 
 def error_bars(middle: Summary, others: Sequence[Summary]) -> dict[str, tuple[float, float]]:
-    """Of each figure, the least and the most of these runs, by key."""
+    """Returns the least and the most that each figure has in these runs, by key."""
     bars = {}
     for key, value in middle.items():
         if not isinstance(value, float) or key in ("step_cost_us", "speedup", "client_cpu_share"):

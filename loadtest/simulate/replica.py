@@ -125,7 +125,7 @@ class Replica:
             self._scheduler, self._executor, self._inbox, self._send, self.clock, live
         )
         self._front_end, self._queue = server.front_end, FrontEndQueue(server.front_end)
-        # What the engine has sent, and when, and the front end has not yet written.
+        # The engine has sent this at that time, and the front end has not yet written it.
         self._report: tuple[float, StepOutputs] | None = None
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
         self._on_outputs, self._on_refused = on_outputs, on_refused

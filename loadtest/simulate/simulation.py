@@ -215,7 +215,6 @@ class _Simulation:
         )
 
     def _route(self, arrival: _Arrival) -> None:
-        """The client sends a request."""
         timed = self._requests[arrival.number]
         assert isinstance(timed.prompt, list), "simulated prompts are token ids"
         prompt = tuple(timed.prompt)

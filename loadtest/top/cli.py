@@ -158,8 +158,6 @@ class _Poller(threading.Thread):
 
 
 class _Display:
-    """The history of scrapes, and the frame that shows it."""
-
     def __init__(self, url: str) -> None:
         self._url = url
         self._history = History(view.MINUTE_S)

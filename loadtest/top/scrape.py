@@ -144,14 +144,13 @@ class Window:
         return self.later.time_s - self.earlier.time_s
 
     def increase(self, name: str, **labels: str) -> float | None:
-        """Of a counter; None if the server has no such counter."""
+        """Returns that of a counter; None if the server has no such counter."""
         after = self.later.value(name, **labels)
         if after is None:
             return None
         return after - (self.earlier.value(name, **labels) or 0.0)
 
     def rate(self, name: str, **labels: str) -> float | None:
-        """The increase per second."""
         increase = self.increase(name, **labels)
         return increase / self.seconds if increase is not None and self.seconds > 0 else None
 
@@ -185,7 +184,6 @@ class History:
         return self._scrapes[-1] if self._scrapes else None
 
     def last_interval(self) -> Window | None:
-        """Between the last two scrapes."""
         return Window(self._scrapes[-2], self._scrapes[-1]) if len(self._scrapes) > 1 else None
 
     def whole(self) -> Window | None:
@@ -210,8 +208,6 @@ def parse(text: str, time_s: float) -> Scrape:
 
 
 class Scraper:
-    """Fetches one server's metrics."""
-
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -204,7 +204,7 @@ class WorkloadConfig:
 
 
 def cache_advice(config: WorkloadConfig) -> str:
-    """What it means that the server had prompts of this workload in its prefix cache."""
+    """Says what it means that the server had prompts of this workload in its prefix cache."""
     if config.dataset.has_shared_prefixes or config.random_prefix_len:
         return "the requests share prefixes, as asked"
     if config.dataset is Dataset.MOONCAKE:

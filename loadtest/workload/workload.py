@@ -92,7 +92,6 @@ class Workload:
 def make_requests(
     config: WorkloadConfig, count: TokenCounter = estimate_tokens
 ) -> list[TimedRequest]:
-    """The requests of `make_workload`."""
     return make_workload(config, count).requests
 
 

@@ -139,7 +139,6 @@ class BlockPool:
             self._remove(block_id)
 
     def _remove(self, block_id: int) -> None:
-        """It was findable and is not any more."""
         digest = self._digest_of.pop(block_id)
         del self._block_of[digest]
         if self._on_removed is not None:

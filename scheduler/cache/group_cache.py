@@ -246,7 +246,6 @@ class GroupCache(BlockPool):
         return self._tier is not None and TierBlock(self._number, digest) in self._tier
 
     def _release(self, block_ids: Sequence[int]) -> None:
-        """In this order."""
         # Not only its last user: what is used all the time shall not be lost with this process.
         if self._tier:
             for block_id in block_ids:

@@ -241,7 +241,6 @@ class KVCache:
                 each.forget(sequence.tables[index], sequence.block_digests)
 
     def release(self, sequence: Sequence) -> None:
-        """Releases all its blocks, the last first. Cached ones become evictable, others free."""
         for each, table in zip(self.groups, sequence.tables, strict=True):
             each.release(table)
 

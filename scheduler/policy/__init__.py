@@ -1,1 +1,1 @@
-"""Who runs next, and when: the order of the queue, fairness, targets, forecasts."""
+"""Decides who runs next, and when: the order of the queue, fairness, targets, forecasts."""

@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence as Running
-from penstock.scheduler.stats import AttentionWork, StepClass, StepWork
+from penstock.scheduler.stats import StepClass, StepWork, expected_work
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
 
@@ -88,7 +88,7 @@ def forecast_ttft_s(
     num_decodes = ceil(num_running / limits.num_cohorts)
     mean = _mean([s.num_computed + 1 for s in ahead.decoding], default=num_new + num_cached)
     keys = int(num_decodes * mean)
-    decodes = _work(live, keys, num_decodes, 0, 0)
+    decodes = _work(live, keys=keys, num_decodes=num_decodes)
     kind = StepClass.MIXED if num_decodes else StepClass.PREFILL
     # While nobody has served a mixed step, it is not known what one takes.
     if not live.is_trusted(kind) or (num_decodes and not live.is_trusted(StepClass.DECODE)):
@@ -103,7 +103,8 @@ def forecast_ttft_s(
     total = ahead.prompt_tokens + num_new
     positions = ahead.prompt_positions + num_new * (num_cached + num_new // 2)
     start, chunk = _middle_chunk(budget, total, positions // total, limits.max_tokens)
-    step_s = _predicted(live, _work(live, keys, num_decodes, chunk, start), kind)
+    work = _work(live, keys=keys, num_decodes=num_decodes, chunk=chunk, start=start)
+    step_s = _predicted(live, work, kind)
     decode_s = _predicted(live, decodes, StepClass.DECODE) if num_decodes else 0.0
     running_s = step_s if ahead.has_prefills else decode_s
     # Half of the step that runs, on average, and all of one that was launched after it.
@@ -127,7 +128,7 @@ def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float |
     None where nothing is known yet of such steps."""
     total_s = 0.0
     for start, end in chunks:
-        amounts = live.served.amounts(_work(live, 0, 0, end - start, start))
+        amounts = live.served.amounts(_work(live, chunk=end - start, start=start))
         chunk_s = live.predict(amounts, StepClass.PREFILL)
         if chunk_s is None:
             return None
@@ -157,18 +158,8 @@ def _steps_until_room(ahead: Ahead, lengths: AnswerLengths) -> float:
         num_rounds += 1
 
 
-def _work(live: LiveStepModel, keys: int, num_decodes: int, chunk: int, start: int) -> StepWork:
-    """A step of decodes that read `keys` positions, and of a chunk from `start` on."""
-    attention = []
-    for group in live.served.attention:
-        window = group.window
-        read = keys if window is None else min(keys, num_decodes * window)
-        reach = start if window is None else min(start, window)
-        pairs = chunk * reach + (chunk * (chunk + 1) // 2 if reach == start else 0)
-        attention.append(AttentionWork(read + (reach + chunk if chunk else 0), read + pairs, read))
-    has_chunk = chunk > 0
-    num = num_decodes + has_chunk
-    return StepWork(chunk, num_decodes, num, num, 0, tuple(attention), num_chunks=int(has_chunk))
+def _work(live: LiveStepModel, **work: int) -> StepWork:
+    return expected_work([group.window for group in live.served.attention], **work)
 
 
 def _predicted(live: LiveStepModel, work: StepWork, kind: StepClass) -> float:

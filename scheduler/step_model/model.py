@@ -21,8 +21,6 @@ _RANGED = ("tokens", "decode_kv_bytes", "prefill_kv_bytes", "sequences")
 
 
 class StepTime(NamedTuple):
-    """Seconds of one step."""
-
     device_s: float
     host_s: float
 

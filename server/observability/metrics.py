@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import InfoMetricFamily, Metric
 
 from penstock.engine.client import EndCause, EngineClient, ModelInfo, StepReport
-from penstock.scheduler.stats import SchedulerStats, StepClass, class_of
+from penstock.scheduler.stats import SchedulerStats, StepClass, class_of, plus_counters
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import (
     LENGTHS,
@@ -208,7 +208,7 @@ class Metrics:
     @property
     def stats(self) -> SchedulerStats:
         """As of the last step; counters since the first engine started."""
-        return self._stats.plus_counters(self._earlier)
+        return plus_counters(self._stats, self._earlier)
 
     @property
     def num_waiting(self) -> int:
