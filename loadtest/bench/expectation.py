@@ -38,7 +38,7 @@ class ExpectedFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Figures of a server under a load. load: that of `load_of`. targets_ms: of 99th percentiles."""
+    """Figures of a server under a load. load: see `load_of`. targets_ms: of 99th percentiles."""
 
     load: dict[str, str]
     targets_ms: dict[str, float]

@@ -65,27 +65,15 @@ def make_parser() -> BenchParser:
         description=_DESCRIPTION,
         epilog="penstock bench --help-all describes every flag.",
     )
-    add_flags(parser.add_argument_group("server"), _SERVER, **_SETTINGS)
-    add_load(parser)
-    add_dataset(parser)
-    add_flags(parser.add_argument_group("other fields of every request"), _REQUEST, **_SETTINGS)
-    add_result(parser)
-    add_flags(parser.add_argument_group("sweep"), _SWEEP)
-    add_flags(parser.add_argument_group("check"), _CHECK)
+    add_groups(parser, *_GROUPS)
     parser.hide_uncommon()
     return parser
 
 
-def add_load(parser: BenchParser) -> None:
-    add_flags(parser.add_argument_group("load"), _LOAD, **_SETTINGS)
-
-
-def add_dataset(parser: BenchParser) -> None:
-    add_flags(parser.add_argument_group("prompts"), _PROMPTS, **_SETTINGS)
-
-
-def add_result(parser: BenchParser) -> None:
-    add_flags(parser.add_argument_group("results"), _RESULT)
+def add_groups(parser: BenchParser, *titles: str) -> None:
+    """titles: keys of _GROUPS."""
+    for title in titles:
+        add_flags(parser.add_argument_group(title), _GROUPS[title], **_SETTINGS)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -200,6 +188,15 @@ _SWEEP = {
 _CHECK = {
     "--check FILE": "a plan of penstock plan: compare what it expects with what happened, and exit "
     "with 1 where a figure is outside of its error bar",
+}
+_GROUPS = {
+    "server": _SERVER,
+    "load": _LOAD,
+    "prompts": _PROMPTS,
+    "other fields of every request": _REQUEST,
+    "results": _RESULT,
+    "sweep": _SWEEP,
+    "check": _CHECK,
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
     "backend": {"choices": [*BACKENDS]},

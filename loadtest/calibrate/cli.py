@@ -11,13 +11,7 @@ from pathlib import Path
 from penstock.engine.config import LoadFormat
 from penstock.loadtest.bench.config import check_writable
 from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.engine_flags import (
-    add_loading_flags,
-    add_memory_flags,
-    add_model_flags,
-    add_scheduler_flags,
-    engine_config,
-)
+from penstock.loadtest.calibrate.engine_flags import add_engine_flags, engine_config
 from penstock.loadtest.calibrate.front_end import (
     PROBE_TOKENS,
     Measured,
@@ -52,10 +46,7 @@ _FLAGS = {
 def make_parser() -> BenchParser:
     parser = BenchParser(prog="penstock calibrate", description=_DESCRIPTION)
     add_flags(parser, _FLAGS, model={"nargs": "?"})
-    add_loading_flags(parser)
-    add_model_flags(parser)
-    add_memory_flags(parser)
-    add_scheduler_flags(parser)
+    add_engine_flags(parser, "loading", "model", "memory", "scheduling")
     return parser
 
 

@@ -46,6 +46,7 @@ _LOADING = {
     "--enforce-eager": "no CUDA graphs",
     "--num-threads N": "CPU threads; default: all cores",
 }
+_GROUPS = {"scheduling": _SCHEDULER, "memory": _MEMORY, "model": _MODEL, "loading": _LOADING}
 _CHOICES: dict[str, dict[str, Any]] = {
     "scheduling_policy": {"dest": "policy", "choices": [each.value for each in Policy]},
     "batching": {"choices": [each.value for each in Batching]},
@@ -57,21 +58,12 @@ _CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
-    """Without defaults, so that what was not given can come from a calibration."""
-    add_flags(parser.add_argument_group("scheduling, as penstock serve"), _SCHEDULER, **_CHOICES)
-
-
-def add_memory_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser.add_argument_group("memory, as penstock serve"), _MEMORY)
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser.add_argument_group("model, as penstock serve"), _MODEL, **_CHOICES)
-
-
-def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser.add_argument_group("loading, as penstock serve"), _LOADING, **_CHOICES)
+def add_engine_flags(parser: argparse.ArgumentParser, *groups: str) -> None:
+    """groups: names of _GROUPS. Those of scheduling have no defaults, so that what was not given
+    can come from a calibration."""
+    for name in groups:
+        group = parser.add_argument_group(f"{name}, as penstock serve")
+        add_flags(group, _GROUPS[name], **_CHOICES)
 
 
 def scheduler_config(args: argparse.Namespace, default: SchedulerConfig) -> SchedulerConfig:

@@ -14,9 +14,9 @@ import msgspec
 
 from penstock.engine.config import Quantization
 from penstock.loadtest.bench.config import check_writable, report_config, workload_config
-from penstock.loadtest.bench.flags import add_dataset
+from penstock.loadtest.bench.flags import add_groups
 from penstock.loadtest.bench.results import show_text, write_file
-from penstock.loadtest.calibrate.engine_flags import add_memory_flags, add_model_flags
+from penstock.loadtest.calibrate.engine_flags import add_engine_flags
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
@@ -59,10 +59,9 @@ def make_parser() -> BenchParser:
     parser = BenchParser(prog="penstock plan", description=_DESCRIPTION)
     servers = parser.add_argument_group("the servers: one value each, or several to compare")
     add_flags(servers, _SERVERS, **_SETTINGS)
-    add_model_flags(parser)
-    add_memory_flags(parser)
+    add_engine_flags(parser, "model", "memory")
     add_flags(parser.add_argument_group("load and targets"), _LOAD, goodput={"required": True})
-    add_dataset(parser)
+    add_groups(parser, "prompts")
     add_flags(parser.add_argument_group("search and results"), _RESULT)
     # Flags of a measured load that have no meaning here, and are read all the same.
     parser.set_defaults(

@@ -5,25 +5,19 @@ from html import escape
 from penstock.loadtest.plan.document import CapacityPlan
 from penstock.loadtest.plan.table import load_text, targets_text
 from penstock.loadtest.report.figures import Lines, Series
-from penstock.loadtest.report.html import page
+from penstock.loadtest.report.html import card, figures_html, page, paragraphs
 from penstock.loadtest.report.report import readable_date
-from penstock.loadtest.report.svg import NUM_COLOURS, figure_html
+from penstock.loadtest.report.svg import NUM_COLOURS
 
 
 def plan_page(plan: CapacityPlan, text: str) -> str:
     """text: the terminal's output, which the page repeats."""
-    drawn = "".join(figure_html(figure) for figure in figures(plan))
-    cards = "".join(
-        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for label, value in _cards(plan)
-    )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in plan.notes)
-    graphs = f'<h2>Figures</h2><div class="grid">{drawn}</div>' if drawn else ""
+    cards = "".join(card(value, label) for label, value in _cards(plan))
     return page(
         f"{plan.name}: plan of {readable_date(plan.date)}",
         f"<p>{escape(load_text(plan))}; {escape(targets_text(plan))}; by penstock plan "
-        f'{escape(plan.version)}</p>{notes}<div class="cards">{cards}</div>{graphs}'
-        f"<h2>Terminal output</h2><pre>{escape(text)}</pre>",
+        f'{escape(plan.version)}</p>{paragraphs(plan.notes)}<div class="cards">{cards}</div>'
+        f"{figures_html(figures(plan))}<h2>Terminal output</h2><pre>{escape(text)}</pre>",
     )
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.probe import Point, Targets, probe
@@ -104,58 +103,45 @@ class Searched:
         return next((point for point in self.points if point.rate == self.limit), None)
 
 
-class Limit(NamedTuple):
-    """met: the highest rate that met the targets; missed: the lowest one that did not. None where
-    there is none."""
-
-    met: float | None
-    missed: float | None
-
-
-class Judged(Protocol):
-    """A measurement at a rate. is_met: whether all targets were."""
-
-    @property
-    def is_met(self) -> bool: ...
-
-
-AnyJudged = TypeVar("AnyJudged", bound=Judged)
-
-
 def find_limit(
-    measure: Callable[[float], AnyJudged], start: float, precision: float
-) -> tuple[list[AnyJudged], Limit]:
+    meets_targets: Callable[[float], bool], start: float, precision: float
+) -> tuple[float | None, float | None]:
     """Raises or lowers the rate until one meets the targets and one does not, in steps that grow,
-    then bisects, until the two are within the precision, relative to the lower one."""
-    points: list[AnyJudged] = []
+    then bisects, until the two are within the precision, relative to the lower one.
+
+    Returns the highest rate that met them and the lowest one that did not; None where there is
+    none.
+    """
     met = missed = None
     rate, factor = start, _FIRST_FACTOR
     while start / _MAX_RATIO <= rate <= start * _MAX_RATIO:
-        point = measure(rate)
-        points.append(point)
-        if point.is_met:
+        is_met = meets_targets(rate)
+        if is_met:
             met = rate
         else:
             missed = rate
         if met is None or missed is None:
-            rate = rate * factor if point.is_met else rate / factor
+            rate = rate * factor if is_met else rate / factor
             factor = min(factor * factor, _MAX_FACTOR)
         elif missed <= met * (1 + precision):
             break
         else:
             rate = math.sqrt(met * missed)
-    return points, Limit(met, missed)
+    return met, missed
 
 
 def search(candidate: Candidate, load: Load, targets: Targets, precision: float) -> Searched:
     """Probes at rates that close in on the limit, and at SHARES of it."""
 
-    def measure(rate: float) -> Point:
-        return probe(candidate, load.at(rate), rate, targets)
+    points: list[Point] = []
 
-    points, (limit, _) = find_limit(measure, _first_rate(candidate, load), precision)
+    def meets_targets(rate: float) -> bool:
+        points.append(probe(candidate, load.at(rate), rate, targets))
+        return points[-1].is_met
+
+    limit, _ = find_limit(meets_targets, _first_rate(candidate, load), precision)
     if limit is not None:
-        points += [measure(share * limit) for share in SHARES]
+        points += [probe(candidate, load.at(s * limit), s * limit, targets) for s in SHARES]
     return Searched(candidate=candidate, points=points, limit=limit)
 
 

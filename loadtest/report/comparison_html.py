@@ -4,9 +4,8 @@ from html import escape
 
 from penstock.loadtest.report.comparison import Cell, Comparison, Row, Value, table
 from penstock.loadtest.report.figures import Bar, Bars
-from penstock.loadtest.report.html import page
+from penstock.loadtest.report.html import figures_html, page, paragraphs
 from penstock.loadtest.report.report import METRIC_TITLES
-from penstock.loadtest.report.svg import figure_html
 
 _THROUGHPUT = {
     "output_throughput": "mean",
@@ -20,15 +19,13 @@ def comparison_html(comparison: Comparison) -> str:
         f'<p><i class="f{index}"></i><b>{escape(side.name)}</b> {escape(side.described())}</p>'
         for index, side in enumerate(comparison.sides)
     )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in comparison.notes)
-    drawn = "".join(figure_html(figure) for figure in _figures(comparison))
     head, rows = table(comparison, lambda low, high: f" <small>{low}-{high}</small>")
     shown = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     shown = f"<table><tr>{''.join(map(_head_cell, head))}</tr>{shown}</table>"
-    figures = f'<h2>Figures</h2><div class="grid">{drawn}</div>' if drawn else ""
     return page(
         f"Load tests compared: {', '.join(names[:-1])} and {names[-1]}",
-        f'{sides}{notes}<h2>Numbers</h2><div class="scroll">{shown}</div>{figures}',
+        f"{sides}{paragraphs(comparison.notes)}<h2>Numbers</h2>"
+        f'<div class="scroll">{shown}</div>{figures_html(_figures(comparison))}',
     )
 
 

@@ -1,8 +1,9 @@
 """A self-contained HTML file: numbers, and figures as inline SVG. It loads nothing else."""
 
+from collections.abc import Iterable
 from html import escape
 
-from penstock.loadtest.report.figures import Figure
+from penstock.loadtest.report.figures import Bars, Figure
 from penstock.loadtest.report.report import Summary, readable_date
 from penstock.loadtest.report.svg import NUM_COLOURS, figure_html
 
@@ -58,15 +59,28 @@ _CARDS = (
 def html_report(summary: Summary, figures: list[Figure], text: str, notes: list[str]) -> str:
     """text: the terminal's output, which the page repeats. notes: why it may be misleading."""
     cards = "".join(_card(summary.get(key), label, digits) for key, label, digits in _CARDS)
-    drawn = "".join(figure_html(figure) for figure in figures)
     what = "simulation" if summary.get("run_class") else "load test"
     return page(
         f"{summary['model_id']}: {what} of {readable_date(summary['date'])}",
         f"<p>{escape(_workload(summary))}</p>{_notes(summary, notes)}"
-        f'<div class="cards">{cards}</div><h2>Figures</h2><div class="grid">{drawn}</div>'
+        f'<div class="cards">{cards}</div>{figures_html(figures)}'
         f"<h2>Terminal output</h2><pre>{escape(text)}</pre>"
         f'<h2>All numbers</h2><dl class="numbers">{_numbers(summary)}</dl>',
     )
+
+
+def paragraphs(lines: Iterable[str]) -> str:
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def card(value: str, label: str) -> str:
+    return f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>"
+
+
+def figures_html(drawn: Iterable[Figure | Bars]) -> str:
+    """The figures below their title; nothing where there are none."""
+    grid = "".join(map(figure_html, drawn))
+    return f'<h2>Figures</h2><div class="grid">{grid}</div>' if grid else ""
 
 
 def page(title: str, body: str) -> str:
@@ -91,14 +105,13 @@ def _notes(summary: Summary, notes: list[str]) -> str:
     lines = [f"{num} failed: {reason}" for reason, num in reasons.items()]
     failures = [f"{num} x {reason}" for reason, num in reasons.items()]
     lines += [note for note in notes if note not in failures]
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return paragraphs(lines)
 
 
 def _card(value: object, label: str, digits: int) -> str:
     if not isinstance(value, int | float):
         return ""  # unknown, or a rate of "inf"
-    shown = f"{value:,.{digits}f}"
-    return f"<div><b>{escape(shown)}</b><span>{escape(label)}</span></div>"
+    return card(f"{value:,.{digits}f}", label)
 
 
 def _numbers(summary: Summary) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.loadtest.bench.config import (
@@ -11,14 +11,10 @@ from penstock.loadtest.bench.config import (
     report_config,
     workload_config,
 )
-from penstock.loadtest.bench.flags import add_dataset, add_load, add_result
+from penstock.loadtest.bench.flags import add_groups
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of, show, write
-from penstock.loadtest.calibrate.engine_flags import (
-    add_memory_flags,
-    add_model_flags,
-    add_scheduler_flags,
-)
+from penstock.loadtest.calibrate.engine_flags import add_engine_flags
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import Summary, details, render
@@ -39,7 +35,7 @@ from penstock.loadtest.simulate.simulation import (
 )
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import estimate_tokens
-from penstock.loadtest.workload.workload import TimedRequest, make_workload
+from penstock.loadtest.workload.workload import make_workload
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.routing import RouterPolicy
 
@@ -80,12 +76,8 @@ def make_parser() -> BenchParser:
         spread={"default": True},
         error_bars={"default": True},
     )
-    add_model_flags(parser)
-    add_memory_flags(parser)
-    add_scheduler_flags(parser)
-    add_load(parser)
-    add_dataset(parser)
-    add_result(parser)
+    add_engine_flags(parser, "model", "memory", "scheduling")
+    add_groups(parser, "load", "prompts", "results")
     # A server that exists is asked for these, and the settings of a result name them too.
     parser.set_defaults(endpoint=None, backend=None, model=None, sweep=False)
     return parser
@@ -132,9 +124,10 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
     summary = _settings(config, named, plan, simulated)
     summary["num_too_long"] = workload.num_too_long
     if args.error_bars:
-        summary["error_bars"] = error_bars(
-            summary, [summary_of(plan, each, config.report) for each in _bounds(plan, requests)]
-        )
+        # The same, with every step as much shorter, and longer, as the step model's bias.
+        bounds = [simulate(plan, requests, factors=step_factors(server, sign)) for sign in (-1, 1)]
+        others = [summary_of(plan, each, config.report) for each in bounds]
+        summary["error_bars"] = error_bars(summary, others)
     if args.calibration is not None and (unchecked := summary["unchecked_step_ratio"]):
         notes.append(
             f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate with "
@@ -150,11 +143,6 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
     more = figures_over_time(plan, simulated)
     write(args, document, run, [], text, notes, more=more, say=say)
     return 1 if summary["failed"] else 0
-
-
-def _bounds(plan: Plan, requests: Sequence[TimedRequest]) -> list[Simulated]:
-    """The same, with every step as much shorter, and longer, as the step model's bias."""
-    return [simulate(plan, requests, factors=step_factors(plan.server, each)) for each in (-1, 1)]
 
 
 def _settings(config: BenchConfig, named: NamedServer, plan: Plan, simulated: Simulated) -> Summary:

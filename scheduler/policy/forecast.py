@@ -9,9 +9,9 @@ share of it that the last answers used is the estimate.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence as Running
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.stats import StepClass, StepWork, expected_work
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -61,31 +61,23 @@ class Ahead:
     has_prefills: bool
 
 
-class Limits(NamedTuple):
-    """Those of a step. floor: see `TimedChunkBudget`. target_s: how long one with decodes may take.
-    num_cohorts: see `Scheduler`; a step passes as many stages, and takes the model's time in each.
-    """
-
-    max_tokens: int
-    max_num_seqs: int
-    floor: int
-    target_s: float | None
-    num_cohorts: int
-
-
 def forecast_ttft_s(
     live: LiveStepModel,
     ahead: Ahead,
     lengths: AnswerLengths,
-    limits: Limits,
+    config: SchedulerConfig,
     *,
+    target_s: float | None,
+    num_cohorts: int,
     num_new: int,
     num_cached: int,
 ) -> float | None:
-    """num_new, num_cached: of its prompt's tokens, those to be computed and the others. None where
-    the step model knows too little yet."""
-    num_running = min(limits.max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
-    num_decodes = ceil(num_running / limits.num_cohorts)
+    """target_s: how long a step with decodes may take. num_cohorts: see `Scheduler`; a step passes
+    as many stages, and takes the model's time in each. num_new, num_cached: of its prompt's tokens,
+    those to be computed and the others. None where the step model knows too little yet."""
+    max_tokens = config.max_num_batched_tokens
+    num_running = min(config.max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
+    num_decodes = ceil(num_running / num_cohorts)
     mean = _mean([s.num_computed + 1 for s in ahead.decoding], default=num_new + num_cached)
     keys = int(num_decodes * mean)
     decodes = _work(live, keys=keys, num_decodes=num_decodes)
@@ -93,16 +85,11 @@ def forecast_ttft_s(
     # While nobody has served a mixed step, it is not known what one takes.
     if not live.is_trusted(kind) or (num_decodes and not live.is_trusted(StepClass.DECODE)):
         return None
-    budget = chunk_budget(
-        live,
-        limits.target_s,
-        max_tokens=max(1, limits.max_tokens - num_decodes),
-        floor=limits.floor,
-        decodes=decodes,
-    )
+    most = max(1, max_tokens - num_decodes)
+    budget = chunk_budget(live, target_s, max_tokens=most, decodes=decodes)
     total = ahead.prompt_tokens + num_new
     positions = ahead.prompt_positions + num_new * (num_cached + num_new // 2)
-    start, chunk = _middle_chunk(budget, total, positions // total, limits.max_tokens)
+    start, chunk = _middle_chunk(budget, total, positions // total, max_tokens)
     work = _work(live, keys=keys, num_decodes=num_decodes, chunk=chunk, start=start)
     step_s = _predicted(live, work, kind)
     decode_s = _predicted(live, decodes, StepClass.DECODE) if num_decodes else 0.0
@@ -110,10 +97,10 @@ def forecast_ttft_s(
     # Half of the step that runs, on average, and all of one that was launched after it.
     rest_s = running_s * (1.5 if live.served.runs_ahead else 0.5)
     own_s = max(num_new / chunk, 1.0) * step_s if total > chunk else step_s
-    num_until_room = _steps_until_room(ahead, lengths) * limits.num_cohorts
+    num_until_room = _steps_until_room(ahead, lengths) * num_cohorts
     room_s = num_until_room * (step_s if total > chunk else decode_s)
     before_s = max(ahead.prompt_tokens / chunk * step_s, room_s)
-    return rest_s + before_s + own_s + (limits.num_cohorts - 1) * step_s
+    return rest_s + before_s + own_s + (num_cohorts - 1) * step_s
 
 
 def _middle_chunk(budget: ChunkBudget, total: int, middle: int, max_tokens: int) -> tuple[int, int]:

@@ -9,20 +9,11 @@ from penstock.scheduler.batch import Batch
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import TargetOutOfReach
-from penstock.scheduler.policy.forecast import (
-    Ahead,
-    AnswerLengths,
-    Limits,
-    forecast_ttft_s,
-    prefill_s,
-)
+from penstock.scheduler.policy.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
 from penstock.scheduler.stats import work_of
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import FinishReason, Request
-
-# One tile of a GPU's matrix products, and a few blocks.
-PREFILL_FLOOR = 64
 
 
 class Targets:
@@ -61,13 +52,8 @@ class Targets:
         if target_s is None or self._step_model is None or not batch.num_decodes:
             return ChunkBudget(max_tokens)
         windows = [group.window for group in self._step_model.served.attention]
-        return chunk_budget(
-            self._step_model,
-            target_s,
-            max_tokens=max_tokens,
-            floor=PREFILL_FLOOR,
-            decodes=work_of(batch, windows),
-        )
+        decodes = work_of(batch, windows)
+        return chunk_budget(self._step_model, target_s, max_tokens=max_tokens, decodes=decodes)
 
     def compute_s(self, start: int, end: int) -> float | None:
         """How long prompt tokens from position `start` to `end` take to compute, in steps of their
@@ -90,18 +76,14 @@ class Targets:
         """
         target_s = sequence.request.ttft_target_s or self._config.ttft_target_s
         assert self._step_model and target_s, "ask applies_to first"
-        config, num_cached = self._config, sequence.num_cached_at_arrival
+        num_cached = sequence.num_cached_at_arrival
         predicted_s = forecast_ttft_s(
             self._step_model,
             ahead,
             self._lengths,
-            Limits(
-                config.max_num_batched_tokens,
-                config.max_num_seqs,
-                PREFILL_FLOOR,
-                self._step_target_s(num_running),
-                self._num_cohorts,
-            ),
+            self._config,
+            target_s=self._step_target_s(num_running),
+            num_cohorts=self._num_cohorts,
             num_new=sequence.num_to_compute - num_cached,
             num_cached=num_cached,
         )

@@ -10,6 +10,9 @@ from math import inf, sqrt
 from penstock.scheduler.stats import StepClass, StepWork
 from penstock.scheduler.step_model.live import Expected, LiveStepModel, SteppedModel
 
+# Prompt tokens that a step may run though they take longer, so that prompts go on under a target
+# that cannot be met: one tile of a GPU's matrix products, and a few blocks.
+PREFILL_FLOOR = 64
 # Prompt tokens of a step of which nothing is known yet, in multiples of what any step may run: few,
 # since a target would be missed by as many steps as it takes to learn; and enough to learn from.
 _UNKNOWN_FLOORS = 4
@@ -41,8 +44,7 @@ class ChunkBudget:
 
 
 class TimedChunkBudget(ChunkBudget):
-    """Within a time, too. floor: prompt tokens that the step may run though they take longer, so
-    that prompts go on under a target that cannot be met."""
+    """Within a time, too. floor: as PREFILL_FLOOR."""
 
     def __init__(
         self,
@@ -152,8 +154,8 @@ def chunk_budget(
     target_s: float | None,
     *,
     max_tokens: int,
-    floor: int,
     decodes: StepWork,
+    floor: int = PREFILL_FLOOR,
 ) -> ChunkBudget:
     """Without a target, that of tokens alone; and of few, as long as nothing is known of the
     time."""

@@ -186,8 +186,8 @@ def decoded(
 
 
 def _limit(measure: Callable[[float], Tried]) -> float:
-    _, limit = find_limit(measure, 4.0, _PRECISION)
-    return limit.met or 0.0
+    met, _ = find_limit(lambda rate: measure(rate).is_met, 4.0, _PRECISION)
+    return met or 0.0
 
 
 def _server(args: argparse.Namespace, scheduler: SchedulerConfig) -> SimulatedServer:

@@ -7,9 +7,9 @@ import pytest
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, TargetOutOfReach
 from penstock.scheduler.groups import KVGroup
-from penstock.scheduler.policy.targets import PREFILL_FLOOR
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import StepClass, work_of
+from penstock.scheduler.step_model.chunk_budget import PREFILL_FLOOR
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import ClassError, StepModel
 from penstock.scheduler.types import Request, ResumedAnswer, SampledTokens, ScheduledBatch

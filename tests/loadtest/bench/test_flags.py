@@ -129,8 +129,8 @@ def test_results_are_appended_with_their_metadata(tmp_path: Path) -> None:
         (["--report", f"{__file__}/r.html"], "test_flags.py is not a directory"),
         (["--random-range-ratio", "{}{"], '"output": 0.5'),
         (["--random-range-ratio", '{"input": 0.1, "output": 1}'], "is 1; it must be in [0, 1)"),
-        (["--base-url", "ftp://x"], "write one like http://127.0.0.1:8000"),
-        (["--base-url", "http://x:port"], "has no port"),
+        (["--base-url", "ftp://x"], "write it like http://127.0.0.1:8000"),
+        (["--base-url", "http://x:port"], "is not a server's address"),
         (
             ["--sweep", "--goodput", "ttft:1", "--max-concurrency", "2"],
             "cannot be combined with --max-concurr",

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.plan.probe import Point, TargetJudge, Targets, probe
+from penstock.loadtest.plan.probe import TargetJudge, Targets, probe
 from penstock.loadtest.plan.search import SHARES, Load, find_limit, search
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import SimulatedServer
@@ -39,13 +39,6 @@ def one_at_a_time(service_s: float = SERVICE_S) -> SimulatedServer:
 
 def candidate_of(server: SimulatedServer) -> Candidate:
     return Candidate(device="queue", price=2.0, quantization=None, server=server)
-
-
-def made_up_point(rate: float, *, is_met: bool) -> Point:
-    return Point(
-        rate=rate, num_replicas=1, num_devices=1, is_met=is_met, num_requests=1, num_steps=1,
-        cpu_s=0.0,
-    )  # fmt: skip
 
 
 def test_the_formula_agrees_with_the_mean_wait_that_everybody_knows() -> None:
@@ -84,19 +77,24 @@ def test_the_search_finds_the_rate_that_the_m_d_1_queue_allows(limit_s: float) -
 @pytest.mark.parametrize("limit", [0.013, 6.9, 7.0, 7.3, 4000.0])
 @pytest.mark.parametrize("precision", [0.5, 0.05, 0.01])
 def test_bisection_ends_within_the_precision_of_any_limit(limit: float, precision: float) -> None:
-    points, found = find_limit(
-        lambda rate: made_up_point(rate, is_met=rate <= limit), start=7.0, precision=precision
-    )
-    assert found.met is not None and found.missed is not None
-    assert found.met <= limit < found.missed <= found.met * (1 + precision)
-    assert len({point.rate for point in points}) == len(points)  # none is probed twice
+    rates: list[float] = []
+
+    def meets_targets(rate: float) -> bool:
+        rates.append(rate)
+        return rate <= limit
+
+    met, missed = find_limit(meets_targets, start=7.0, precision=precision)
+    assert met is not None and missed is not None
+    assert met <= limit < missed <= met * (1 + precision)
+    assert len(set(rates)) == len(rates)  # none is probed twice
     bisections = math.ceil(math.log2(math.log(4) / math.log1p(precision)))
-    assert len(points) <= abs(math.log(limit / 7.0, 4)) + 5 + max(0, bisections)
+    assert len(rates) <= abs(math.log(limit / 7.0, 4)) + 5 + max(0, bisections)
 
 
 def test_a_limit_below_all_rates_is_no_rate() -> None:
-    points, found = find_limit(lambda rate: made_up_point(rate, is_met=False), 1.0, 0.05)
-    assert found.met is None and len(points) < 10
+    rates: list[float] = []
+    met, _ = find_limit(lambda rate: bool(rates.append(rate)), 1.0, 0.05)  # type: ignore[func-returns-value]
+    assert met is None and len(rates) < 10
 
 
 def test_targets_below_the_time_of_service_are_met_at_no_rate() -> None:

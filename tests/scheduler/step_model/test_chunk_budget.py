@@ -135,12 +135,12 @@ def test_without_decodes_or_a_target_or_a_model_tokens_alone_count() -> None:
         (live, None, decodes),
         (live, 0.01, none),
     ):
-        budget = chunk_budget(model, target_s, max_tokens=MOST, floor=64, decodes=work)
+        budget = chunk_budget(model, target_s, max_tokens=MOST, decodes=work)
         assert type(budget) is ChunkBudget and budget.most(0) == MOST
 
 
 def test_few_tokens_run_under_a_target_before_any_step_was_timed() -> None:
     live, decodes = LiveStepModel(served_model()), with_chunks(5, 100, [])
     for most, allowed in ((MOST, 256), (100, 100)):
-        budget = chunk_budget(live, 0.01, max_tokens=most, floor=64, decodes=decodes)
+        budget = chunk_budget(live, 0.01, max_tokens=most, decodes=decodes)
         assert budget.most(0) == allowed
