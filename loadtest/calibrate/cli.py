@@ -10,15 +10,15 @@ from pathlib import Path
 
 from penstock.engine.config import LoadFormat
 from penstock.loadtest.bench.config import check_writable
-from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.engine_flags import add_engine_flags, engine_config
-from penstock.loadtest.calibrate.front_end import (
+from penstock.loadtest.calibrate.calibration import (
     PROBE_TOKENS,
+    Calibration,
     Measured,
     ServerSteps,
     measure_front_end,
     read_steps,
 )
+from penstock.loadtest.calibrate.engine_flags import add_engine_flags, engine_config
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.scheduler.errors import InvalidConfig

@@ -25,12 +25,11 @@ from penstock.loadtest.plan.candidates import (
     make_candidates,
 )
 from penstock.loadtest.plan.choice import Choice, Sized, choose, front, sized
-from penstock.loadtest.plan.document import CapacityPlan, as_csv, document
+from penstock.loadtest.plan.document import CapacityPlan, as_csv, document, render_plan
 from penstock.loadtest.plan.page import plan_page
 from penstock.loadtest.plan.probe import Targets
 from penstock.loadtest.plan.refutation import refutation
 from penstock.loadtest.plan.search import Load, Searched, Task, search_all
-from penstock.loadtest.plan.table import render_plan
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.scheduler.errors import InvalidConfig
 

@@ -2,8 +2,7 @@
 
 from html import escape
 
-from penstock.loadtest.plan.document import CapacityPlan
-from penstock.loadtest.plan.table import load_text, targets_text
+from penstock.loadtest.plan.document import CapacityPlan, load_text, targets_text
 from penstock.loadtest.report.figures import Lines, Series
 from penstock.loadtest.report.html import card, figures_html, page, paragraphs
 from penstock.loadtest.report.report import readable_date

@@ -9,7 +9,7 @@ from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
-from penstock.loadtest.calibrate.front_end import NO_FRONT_END, FrontEnd
+from penstock.loadtest.calibrate.calibration import NO_FRONT_END, FrontEnd
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantization
 from penstock.engine.memory.pool.kv_layout import GroupPool, bytes_needed, divide
 from penstock.engine.step.model_info import ModelInfo
-from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.calibration import NO_FRONT_END, Calibration
 from penstock.loadtest.calibrate.engine_flags import scheduler_config
-from penstock.loadtest.calibrate.front_end import NO_FRONT_END
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig

@@ -30,9 +30,8 @@ import msgspec
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import replay, run
-from penstock.loadtest.calibrate.calibration import Calibration
+from penstock.loadtest.calibrate.calibration import Calibration, measure_front_end, read_steps
 from penstock.loadtest.calibrate.cli import calibration_of, describe
-from penstock.loadtest.calibrate.front_end import measure_front_end, read_steps
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.outcome import error_bars
 from penstock.loadtest.simulate.replica import SimulatedServer

@@ -14,8 +14,7 @@ import pytest
 
 from penstock.loadtest.bench.config import bench_config
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
-from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.front_end import FrontEnd
+from penstock.loadtest.calibrate.calibration import Calibration, FrontEnd
 from penstock.loadtest.plan.candidates import make_candidates
 from penstock.loadtest.plan.choice import cost_of, front, sized
 from penstock.loadtest.plan.cli import main, make_parser

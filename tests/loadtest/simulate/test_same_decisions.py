@@ -16,7 +16,7 @@ from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
-from penstock.loadtest.calibrate.front_end import FrontEnd
+from penstock.loadtest.calibrate.calibration import FrontEnd
 from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate

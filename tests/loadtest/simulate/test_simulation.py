@@ -11,8 +11,7 @@ from penstock.loadtest.bench.config import bench_config
 from penstock.loadtest.bench.flags import make_parser
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of
-from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.front_end import FrontEnd
+from penstock.loadtest.calibrate.calibration import Calibration, FrontEnd
 from penstock.loadtest.report.report import ReportConfig, summarize
 from penstock.loadtest.simulate.cli import main
 from penstock.loadtest.simulate.outcome import RunClass, run_class, summary_of
