@@ -1,17 +1,29 @@
-"""`Batch`: the work of one step while it is planned, and whose it was when its results arrive.
+"""`Batch`: the work of one step while it is planned, and whose it was when its results arrive;
+`StepOutputs`: the new tokens of a step.
 
-What goes into a step, and what becomes of its sequences, the scheduler decides.
+The scheduler decides what goes into a step, and what becomes of its sequences.
 """
 
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Self
+
 from penstock.scheduler.cache.sequence import Sequence
+from penstock.scheduler.stats import NO_GRAPHS, AttentionWork, GraphSizes, StepWork
 from penstock.scheduler.types import (
     BlockCopy,
+    Finish,
     FinishReason,
+    PromptOutput,
+    RequestId,
+    RequestOutput,
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
     StateSnapshot,
     TableUpdate,
+    TokenLogprobs,
 )
 
 
@@ -59,3 +71,141 @@ class Batch:
             if prompt is None:
                 failures[sequence] = FinishReason.INVALID_LOGITS
         return failures
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """The `RequestOutput`s of a step, in row order. Iterate over it to get them.
+
+    Nearly all of them are one token and nothing else. Those are kept as columns, because an object
+    for each takes as long as all else that is done with a step's token. others: by position in the
+    columns, the outputs that are anything else; what the columns have in their place is void.
+    """
+
+    request_ids: list[RequestId] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: list[int] = field(default_factory=list)
+    others: dict[int, RequestOutput] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Self:
+        made = cls()
+        for output in outputs:
+            made.add(output)
+        return made
+
+    def add(self, output: RequestOutput) -> None:
+        """One that is more, or less, than a token."""
+        self.others[len(self.request_ids)] = output
+        self.request_ids.append(output.request_id)
+        self.indices.append(output.index)
+        self.token_ids.append(0)
+        self.num_cached_tokens.append(output.num_cached_tokens)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        new = tuple.__new__  # a NamedTuple's own constructor is a function of Python's
+        columns = (self.request_ids, self.indices, self.token_ids, self.num_cached_tokens)
+        outputs = [
+            new(RequestOutput, (request_id, index, [token_id], None, None, num_cached, None))
+            for request_id, index, token_id, num_cached in zip(*columns, strict=True)
+        ]
+        for at, output in self.others.items():
+            outputs[at] = output
+        return iter(outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        others = self.others.values()
+        return len(self) - len(others) + sum(len(output.token_ids) for output in others)
+
+    def add_prompts(
+        self, sequences: list[Sequence], prompts: tuple[PromptOutput | None, ...]
+    ) -> None:
+        """Adds those of the prompts to the outputs, where they were requested, once."""
+        prompt_of = {}
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            sequence.prompt_request = None
+            prompt_of[sequence.request.id] = prompt
+        for at, output in enumerate(self):
+            if output.index == 0 and output.request_id in prompt_of:
+                self.others[at] = output._replace(prompt=prompt_of[output.request_id])
+
+
+def output_of(
+    sequence: Sequence,
+    token_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    finish: Finish | None,
+) -> RequestOutput:
+    return RequestOutput(
+        sequence.request.id,
+        sequence.index,
+        token_ids,
+        logprobs,
+        finish,
+        sequence.num_cached_tokens,
+    )
+
+
+def work_of(
+    batch: Batch | ScheduledBatch,
+    windows: Iterable[int | None],
+    graph_sizes: GraphSizes = NO_GRAPHS,
+) -> StepWork:
+    """windows: those that the model's layers have, each once; None for a layer without one."""
+    num_decodes, num_rows = batch.num_decodes, len(batch.slots)
+    num_chunks, num_tokens = num_rows - num_decodes, sum(batch.num_tokens)
+    num_prefill_tokens = sum(batch.num_tokens[num_decodes:]) if num_chunks else 0
+    decodes, chunks = batch.starts, []
+    if num_chunks:
+        decodes = batch.starts[:num_decodes]
+        chunks = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
+    return StepWork(
+        num_prefill_tokens,
+        num_decodes,
+        num_rows,
+        num_decodes + sum(batch.samples[num_decodes:]),
+        batch.num_scored,
+        tuple([_attention_work(decodes, chunks, window) for window in windows]),
+        None,
+        graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
+        num_chunks,
+    )
+
+
+def _attention_work(
+    decodes: Items[int], rows: Items[tuple[int, int]], window: int | None
+) -> AttentionWork:
+    """decodes: positions. rows: (first position, tokens) of chunks.
+
+    A query at position p attends to p + 1 keys, or as many as the window has: a row's keys begin
+    with those of its first query.
+    """
+    if window is None:
+        keys = sum(decodes) + len(decodes)
+        if not rows:
+            return AttentionWork(keys, keys, keys)
+        contexts = [start + n for start, n in rows]
+        return AttentionWork(
+            context_tokens=keys + sum(contexts),
+            pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in rows),
+            decode_context_tokens=keys,
+        )
+    keys = sum(min(start + 1, window) for start in decodes)
+    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
+    unseen = sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in rows)
+    contexts = [min(start, window - 1) + n for start, n in rows]
+    return AttentionWork(
+        context_tokens=keys + sum(contexts),
+        pairs=keys + pairs - unseen,
+        decode_context_tokens=keys,
+    )
+
+
+def _sum_to(n: int) -> int:
+    """1 + 2 + ... + n; 0 for a negative n."""
+    return n * (n + 1) // 2 if n > 0 else 0

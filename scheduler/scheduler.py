@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
-from penstock.scheduler.batch import Batch
+from penstock.scheduler.batch import Batch, StepOutputs, output_of
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.kv_cache import Admission, KVCache
 from penstock.scheduler.cache.kv_events import KVEvents
@@ -37,7 +37,6 @@ from penstock.scheduler.errors import (
     TargetOutOfReach,
 )
 from penstock.scheduler.groups import KVGroup, StateGroup
-from penstock.scheduler.outputs import StepOutputs, output_of
 from penstock.scheduler.policy.fairness import queue_for
 from penstock.scheduler.policy.forecast import Ahead
 from penstock.scheduler.policy.queue import may_start_batch

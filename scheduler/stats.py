@@ -1,9 +1,9 @@
 """Snapshots for metrics: the scheduler is read, and knows nothing of Prometheus."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 
 class GroupBlocks(NamedTuple):
@@ -183,47 +183,6 @@ def class_of(work: StepWork) -> StepClass:
     return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
 
 
-class Rows(Protocol):
-    """A `ScheduledBatch`, or one that is being planned, as far as its work is concerned."""
-
-    @property
-    def slots(self) -> Sequence[int]: ...
-    @property
-    def starts(self) -> Sequence[int]: ...
-    @property
-    def num_tokens(self) -> Sequence[int]: ...
-    @property
-    def samples(self) -> Sequence[bool]: ...
-    @property
-    def num_decodes(self) -> int: ...
-    @property
-    def num_scored(self) -> int: ...
-
-
-def work_of(
-    batch: Rows, windows: Iterable[int | None], graph_sizes: GraphSizes = NO_GRAPHS
-) -> StepWork:
-    """windows: those that the model's layers have, each once; None for a layer without one."""
-    num_decodes, num_rows = batch.num_decodes, len(batch.slots)
-    num_chunks, num_tokens = num_rows - num_decodes, sum(batch.num_tokens)
-    num_prefill_tokens = sum(batch.num_tokens[num_decodes:]) if num_chunks else 0
-    decodes, chunks = batch.starts, []
-    if num_chunks:
-        decodes = batch.starts[:num_decodes]
-        chunks = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
-    return StepWork(
-        num_prefill_tokens,
-        num_decodes,
-        num_rows,
-        num_decodes + sum(batch.samples[num_decodes:]),
-        batch.num_scored,
-        tuple([_attention_work(decodes, chunks, window) for window in windows]),
-        None,
-        graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
-        num_chunks,
-    )
-
-
 def expected_work(
     windows: Iterable[int | None],
     *,
@@ -242,35 +201,3 @@ def expected_work(
         attention.append(AttentionWork(read + (reach + chunk if chunk else 0), read + pairs, read))
     num = num_decodes + (chunk > 0)
     return StepWork(chunk, num_decodes, num, num, 0, tuple(attention), num_chunks=num - num_decodes)
-
-
-def _attention_work(
-    decodes: Sequence[int], rows: Sequence[tuple[int, int]], window: int | None
-) -> AttentionWork:
-    """decodes: positions. rows: (first position, tokens) of chunks. A query at position p attends
-    to p + 1 keys, or as many as the window has: a
-    row's keys begin with those of its first query."""
-    if window is None:
-        keys = sum(decodes) + len(decodes)
-        if not rows:
-            return AttentionWork(keys, keys, keys)
-        contexts = [start + n for start, n in rows]
-        return AttentionWork(
-            context_tokens=keys + sum(contexts),
-            pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in rows),
-            decode_context_tokens=keys,
-        )
-    keys = sum(min(start + 1, window) for start in decodes)
-    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
-    unseen = sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in rows)
-    contexts = [min(start, window - 1) + n for start, n in rows]
-    return AttentionWork(
-        context_tokens=keys + sum(contexts),
-        pairs=keys + pairs - unseen,
-        decode_context_tokens=keys,
-    )
-
-
-def _sum_to(n: int) -> int:
-    """1 + 2 + ... + n; 0 for a negative n."""
-    return n * (n + 1) // 2 if n > 0 else 0

@@ -12,8 +12,9 @@ from typing import Any
 
 from penstock.engine.step.executor import check_no_adapter
 from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.batch import work_of
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.stats import StepClass, StepWork, class_of, work_of
+from penstock.scheduler.stats import StepClass, StepWork, class_of
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 

@@ -24,10 +24,10 @@ from penstock.engine.step.messages import (
     ToEngine,
     caller_of,
 )
+from penstock.scheduler.batch import StepOutputs, work_of
 from penstock.scheduler.errors import PenstockError, TargetOutOfReach
-from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import NO_WORK, StepWork, class_of, work_of
+from penstock.scheduler.stats import NO_WORK, StepWork, class_of
 from penstock.scheduler.step_model.amounts import Amounts
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.samples import sample_of

@@ -10,7 +10,7 @@ import msgspec
 from penstock.engine.config import AdapterSource
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import SchedulerStats, StepWork
 from penstock.scheduler.types import Request, RequestId, ResumedAnswer, Started
 

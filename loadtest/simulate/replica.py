@@ -10,8 +10,8 @@ from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import NO_FRONT_END, FrontEnd
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.step_model.live import LiveStepModel

@@ -20,7 +20,7 @@ from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.routing import RouterPolicy, make_router, prefix_digests
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.types import Request, RequestId, SamplingParams

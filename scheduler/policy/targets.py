@@ -5,12 +5,11 @@ Where both targets cannot be met at once, that of the decodes (ITL) yields first
 refusing requests, never by slowing others.
 """
 
-from penstock.scheduler.batch import Batch
+from penstock.scheduler.batch import Batch, work_of
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.policy.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
-from penstock.scheduler.stats import work_of
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import FinishReason, Request

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 
 

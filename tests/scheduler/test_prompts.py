@@ -7,10 +7,10 @@ import pytest
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.scripted import HIDDEN_SIZE, scripted_info
 from penstock.engine.ipc.client import EngineClient
+from penstock.scheduler.batch import work_of
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import PromptTooLong
 from penstock.scheduler.prompt_logprobs import PackedLogprobs
-from penstock.scheduler.stats import work_of
 from penstock.scheduler.types import FinishReason, Pooling, PromptOutput, Request, RequestId
 from tests.support.paths import DEMO_MODEL
 from tests.support.scheduling import Driver, make_request, run_alone

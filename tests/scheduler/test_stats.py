@@ -1,6 +1,7 @@
 """What a step reads and computes, counted for layers with and without a window."""
 
-from penstock.scheduler.stats import AttentionWork, GraphSizes, StepWork, work_of
+from penstock.scheduler.batch import work_of
+from penstock.scheduler.stats import AttentionWork, GraphSizes, StepWork
 from tests.support.tiny_models import make_batch
 
 # Two decodes at positions 9 and 1, and a chunk of 5 tokens at positions 6 to 10.

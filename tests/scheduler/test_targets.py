@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.scheduler.batch import work_of
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, TargetOutOfReach
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import StepClass, work_of
+from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.chunk_budget import PREFILL_FLOOR
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import ClassError, StepModel

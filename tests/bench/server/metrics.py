@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.step.messages import StepReport
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import AttentionWork, GroupBlocks, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.metrics import Metrics

@@ -34,7 +34,7 @@ from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EngineProcess, EngineState
 from penstock.engine.step.messages import FromEngine, OnWire, StepReport, Submit
 from penstock.engine.step.model_info import ModelInfo
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.scheduler.types import Request
 from penstock.server.api.openai.completion_writer import CompletionWriter

@@ -16,7 +16,7 @@ from penstock.engine.memory.hardware import (
     peak_flops,
 )
 from penstock.engine.step.messages import StepReport
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import NO_WORK, SchedulerStats
 from penstock.server.observability.metrics import Metrics
 from tests.support.kernels import DEVICE, ON_GPU

@@ -10,7 +10,8 @@ from penstock.engine.loading.description import describe
 from penstock.engine.memory.pool.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.step.model_info import ModelInfo, RoutedExperts
-from penstock.scheduler.stats import StepWork, work_of
+from penstock.scheduler.batch import work_of
+from penstock.scheduler.stats import StepWork
 from tests.support.tiny_models import make_batch, make_model
 
 # The tiny models': 3 layers of width 64, MLPs of 112, 4 query and 2 KV heads, 96 words.

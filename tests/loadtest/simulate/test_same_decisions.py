@@ -21,9 +21,9 @@ from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.workload import TimedRequest
+from penstock.scheduler.batch import work_of
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import work_of
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import (
     Request,

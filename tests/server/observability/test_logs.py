@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.process.logs import JsonFormatter, TextFormatter, fields
 from penstock.engine.step.messages import StepReport
-from penstock.scheduler.outputs import StepOutputs
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import NO_WORK, AttentionWork, GroupBlocks, SchedulerStats, StepWork
 from penstock.scheduler.types import RequestId, RequestOutput
 from penstock.server.observability.activity import Activity

@@ -16,8 +16,8 @@ from penstock.engine.step.executor import PendingTokens
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import Abort, FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import AttentionGroup
+from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.outputs import StepOutputs
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, GroupBlocks, SchedulerStats, StepClass
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
