@@ -129,7 +129,10 @@ class ChatClient:
     def _asked(
         self, method: str, path: str, body: dict[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._connection()
+        has_tls = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if has_tls else http.client.HTTPConnection
+        host, port = self._parts.hostname or "", self._parts.port
+        connection = kind(host, port, timeout=_CONNECT_TIMEOUT_S)
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, self._parts.path + path, data, self._headers)
@@ -143,15 +146,6 @@ class ChatClient:
             raise ServerUnreachable(self._why(error)) from error
         finally:
             connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        address = self._parts.hostname or "", self._parts.port
-        kind = (
-            http.client.HTTPSConnection
-            if self._parts.scheme == "https"
-            else http.client.HTTPConnection
-        )
-        return kind(*address, timeout=_CONNECT_TIMEOUT_S)
 
     def _error(self, response: http.client.HTTPResponse) -> PenstockError:
         try:

@@ -135,12 +135,12 @@ def _sizing(
     if memory_gb is None or memory_gb <= 0:
         raise InvalidConfig(f"give --memory-gb, the memory of a {device}, in GB")
     weights = None if quantization is None else Quantization(quantization)
+    config = EngineConfig(
+        model=str(args.model_dir),
+        quantization=weights,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     if tensor_parallel_size > 1:
-        config = EngineConfig(
-            model=str(args.model_dir),
-            quantization=weights,
-            tensor_parallel_size=tensor_parallel_size,
-        )
         check_parallel(config, args.model_dir)
     dtype = Dtype.BFLOAT16 if args.dtype == Dtype.AUTO else Dtype(args.dtype)
     return Sizing(
