@@ -122,7 +122,7 @@ async def _send(target: HttpTarget, num: int, length: int, *, at_once: int) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSteps:
-    """The answer of GET /steps: see `server.observability.step_record`."""
+    """The answer of GET /steps: see `server.observability.predictions`."""
 
     version: str
     model: ModelInfo
