@@ -47,7 +47,6 @@ class Router(Protocol[Name]):
         num_open: of each replica, at least one, the requests that were sent there and have not
         ended.
         """
-        ...
 
 
 def make_router(policy: RouterPolicy) -> Router[int]:

@@ -204,6 +204,12 @@ class ConnectionPool:
                 else:
                     connection.close()
 
+    async def fetch(self, method: str, path: str, body: bytes = b"") -> BufferedResponse:
+        """One exchange, and its whole response. Raises HttpFailed."""
+        response = BufferedResponse()
+        await self.request(self.encode(method, path, body), response)
+        return response
+
     async def close(self) -> None:
         self._idle.clear()
         # After a cancelled connect, uvloop does not call connection_lost on every connection, so

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
+from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed
 from penstock.loadtest.bench.sse import StreamedResponse, Usage, error_message_of
 from penstock.loadtest.report.report import RequestResult
 from penstock.loadtest.workload.token_counter import TokenCounter
@@ -100,11 +100,9 @@ class HttpTarget:
 
         async def count(text: str) -> int:
             body = msgspec.json.encode({"model": self._config.model, "prompt": text})
-            response = BufferedResponse()
-            encoded = self._pool.encode("POST", "/tokenize", body)
             try:
                 async with semaphore, asyncio.timeout(COUNT_TIMEOUT_S):
-                    await self._pool.request(encoded, response)
+                    response = await self._pool.fetch("POST", "/tokenize", body)
             except TimeoutError as error:
                 raise HttpFailed("/tokenize does not respond") from error
             if response.status != 200:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed, NoTls
+from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed, NoTls
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.bench.sse import error_message_of
@@ -78,8 +78,7 @@ async def wait_until_ready(
 
 async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:
     """Raises HttpFailed if a retry may help, and TargetUnusable if not."""
-    response = BufferedResponse()
-    await pool.request(pool.encode("GET", "/v1/models"), response)
+    response = await pool.fetch("GET", "/v1/models")
     if response.status == 503:
         raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
     if response.status not in (200, 401, 403) and not needs_models:
@@ -100,8 +99,7 @@ async def _check_health(pool: ConnectionPool) -> None:
 
     Raises HttpFailed. A server without this path is taken to be ready.
     """
-    response = BufferedResponse()
-    await pool.request(pool.encode("GET", "/health"), response)
+    response = await pool.fetch("GET", "/health")
     if response.status == 503:
         raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
 

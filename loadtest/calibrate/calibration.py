@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import read_calibration
-from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed
+from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready
 from penstock.loadtest.workload.config import DEFAULT_VOCAB_SIZE
@@ -135,9 +135,8 @@ class ServerSteps:
 async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
     """Raises TargetUnusable."""
     pool = ConnectionPool(base_url, headers)
-    response = BufferedResponse()
     try:
-        await pool.request(pool.encode("GET", "/steps"), response)
+        response = await pool.fetch("GET", "/steps")
         if response.status != 200:
             raise TargetUnusable(
                 f"{base_url}/steps answers HTTP {response.status}; penstock calibrate needs a "

@@ -33,6 +33,25 @@ METRIC_TITLES = {
         "Queue-inclusive End-to-end Latency",
     ),
 }
+# The rows above the latencies, and those that are left out where they have no value.
+_ROWS = {
+    "Successful requests:": "completed",
+    "Failed requests:": "failed",
+    "  of these rejected (429):": "rejected",
+    "Maximum request concurrency:": "max_concurrency",
+    "Request rate configured (RPS):": "request_rate",
+    "Benchmark duration (s):": "duration",
+    "Total input tokens:": "total_input_tokens",
+    "Total generated tokens:": "total_output_tokens",
+    "Request throughput (req/s):": "request_throughput",
+    "Request goodput (req/s):": "request_goodput",
+    "Share of good requests:": "goodput_ratio",
+    "Output token throughput (tok/s):": "output_throughput",
+    "Peak output token throughput (tok/s):": "max_output_tokens_per_s",
+    "Peak concurrent requests:": "max_concurrent_requests",
+    "Total token throughput (tok/s):": "total_token_throughput",
+}
+_OPTIONAL = {"rejected", "max_concurrency", "request_rate", "request_goodput", "goodput_ratio"}
 MAX_REASONS = 5  # different failures that are listed
 # Below it, the server found little more than what templates put before every prompt.
 _NOTABLE_CACHED_SHARE = 0.1
@@ -214,31 +233,13 @@ def render(summary: Summary, config: ReportConfig) -> str:
     where to where it may be.
     """
     bars: dict[str, tuple[float, float]] = summary.get("error_bars") or {}
-    rows = [("Successful requests:", "completed"), ("Failed requests:", "failed")]
-    if summary["rejected"]:
-        rows.append(("  of these rejected (429):", "rejected"))
-    if summary.get("max_concurrency"):
-        rows.append(("Maximum request concurrency:", "max_concurrency"))
-    if isinstance(summary.get("request_rate"), float):
-        rows.append(("Request rate configured (RPS):", "request_rate"))
-    rows += [
-        ("Benchmark duration (s):", "duration"),
-        ("Total input tokens:", "total_input_tokens"),
-        ("Total generated tokens:", "total_output_tokens"),
-        ("Request throughput (req/s):", "request_throughput"),
-    ]
-    if summary["request_goodput"] is not None:
-        rows.append(("Request goodput (req/s):", "request_goodput"))
-        rows.append(("Share of good requests:", "goodput_ratio"))
-    rows += [
-        ("Output token throughput (tok/s):", "output_throughput"),
-        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
-        ("Peak concurrent requests:", "max_concurrent_requests"),
-        ("Total token throughput (tok/s):", "total_token_throughput"),
-    ]
     shown = summary | {"max_concurrent_requests": float(summary["max_concurrent_requests"])}
     lines = [f"{' Serving Benchmark Result ':=^50}"]
-    lines += [_row(label, shown[key], bars.get(key)) for label, key in rows]
+    for label, key in _ROWS.items():
+        # A number of none, and what was not given, as a rate of "inf", is no row.
+        value = shown.get(key)
+        if key not in _OPTIONAL or isinstance(value, float) or (value and value != "inf"):
+            lines.append(_row(label, value, bars.get(key)))
     for metric in config.metrics:
         short, title = METRIC_TITLES[metric]
         lines.append(f"{title:-^50}")

@@ -13,7 +13,7 @@ from penstock.loadtest.calibrate.calibration import NO_FRONT_END, FrontEnd
 from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import SchedulerStats, StepClass
+from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.types import Request
@@ -106,13 +106,13 @@ class Replica:
     ) -> None:
         self.clock = VirtualClock()
         info = server.info
-        self._executor = PredictedExecutor(
+        self.executor = PredictedExecutor(
             info, server.step_model, self.clock, factors=factors, seed=seed
         )
         targets = (server.scheduler.itl_target_s, server.scheduler.ttft_target_s)
         # Learning takes as long as a simulated step, and serves targets alone.
         live = None if targets == (None, None) else LiveStepModel(info, server.step_model)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             server.scheduler,
             groups=info.kv_groups,
             block_size=info.block_size,
@@ -122,7 +122,7 @@ class Replica:
         )
         self._inbox = _Inbox(self.clock)
         self._loop = EngineLoop(
-            self._scheduler, self._executor, self._inbox, self._send, self.clock, live
+            self.scheduler, self.executor, self._inbox, self._send, self.clock, live
         )
         self._front_end, self._queue = server.front_end, FrontEndQueue(server.front_end)
         # The engine has sent this at that time, and the front end has not yet written it.
@@ -133,18 +133,9 @@ class Replica:
         self.steps: list[StepRecord] = []
 
     @property
-    def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
-
-    @property
-    def num_outside(self) -> int:
-        """Steps outside of what the step model was checked on."""
-        return self._executor.num_outside
-
-    @property
     def next_s(self) -> float:
         """When it does something next; infinite where it has nothing to do."""
-        if self._report or self._scheduler.has_work:
+        if self._report or self.scheduler.has_work:
             return self.clock.now_s
         coming = self._inbox.coming
         return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
@@ -187,7 +178,7 @@ class Replica:
         assert isinstance(message, StepReport), message
         clock = self.clock
         end_s = clock.now_s
-        clock.now_s = end_s + self._executor.host_s
+        clock.now_s = end_s + self.executor.host_s
         if message.outputs:
             self._report = clock.now_s, message.outputs
         stats = message.stats

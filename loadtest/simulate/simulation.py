@@ -67,11 +67,9 @@ class Judge(Protocol):
 
     def on_end(self, result: RequestResult) -> None:
         """Is called with every request that has ended."""
-        ...
 
     def is_over(self, open_results: Iterable[RequestResult], now_s: float) -> bool:
         """Asked now and then. open_results: of requests that were sent and have not ended."""
-        ...
 
 
 @lru_cache(maxsize=1024)
@@ -209,8 +207,8 @@ class _Simulation:
                 is_interrupted=is_over,
             ),
             steps=[replica.steps for replica in self._replicas],
-            stats=[replica.stats for replica in self._replicas],
-            num_outside=sum(replica.num_outside for replica in self._replicas),
+            stats=[replica.scheduler.stats() for replica in self._replicas],
+            num_outside=sum(replica.executor.num_outside for replica in self._replicas),
             cpu_s=cpu_s,
         )
 

@@ -26,21 +26,16 @@ class BlockJournal(Protocol):
     @property
     def key(self) -> bytes:
         """Makes digests mean the same in all engines that use the journal."""
-        ...
 
     def survivors(self) -> Sequence[StoredBlock]:
         """Blocks that an earlier engine recorded and did not erase, in the order of their eviction.
         To be read before anything is recorded."""
-        ...
 
     def is_intact(self, block_id: int) -> bool:
         """Whether a survivor holds what was recorded. To be asked before it is used."""
-        ...
 
     def record(self, blocks: Sequence[StoredBlock]) -> None:
         """They are complete and findable."""
-        ...
 
     def erase(self, block_id: int) -> None:
         """It is no longer findable, and may be written to. It need not have been recorded."""
-        ...

@@ -43,54 +43,42 @@ class BlockTier(Protocol):
     @property
     def key(self) -> bytes:
         """Makes digests mean the same in every process that uses the tier."""
-        ...
 
     def __contains__(self, block: TierBlock) -> bool:
         """Whether a load may succeed. Answered from memory."""
-        ...
 
     def store(self, block: TierBlock, block_id: int) -> None:
         """The steps that wrote to the pool's block have completed; it is to be copied, unless it is
         withdrawn before."""
-        ...
 
     def withdraw(self, group: int, block_id: int) -> None:
         """The pool's block may be written to by what is launched from now on. It need not have been
         stored."""
-        ...
 
     def forget(self, block: TierBlock) -> None:
         """It must not be found any more, by any process."""
-        ...
 
     def load(self, block_ids: Mapping[TierBlock, int]) -> None:
         """Begins to copy each into a block of the pool, which nobody uses until its load has ended:
         `loaded` returns it, or `cancel` is true. The first counts as used least recently."""
-        ...
 
     def loaded(self) -> Iterable[Loaded]:
         """The loads that have ended since the last call."""
-        ...
 
     def cancel(self, block: TierBlock) -> bool:
         """Whether its load has ended with this call, which will not be in `loaded` then. False
         where it is just being copied: it ends soon."""
-        ...
 
     def load_s(self, blocks: Sequence[TierBlock]) -> float:
         """How long it would take from now to load these. Those that are nowhere count as if they
         were in the quickest place."""
-        ...
 
     def decline(self) -> None:
         """A load was not begun because of `load_s`."""
-        ...
 
     def flush(self) -> None:
         """Returns when what was stored is where it goes, or cannot be brought there in a few
         seconds."""
-        ...
 
     def stats(self) -> TierStats:
         """As far as the tier knows them."""
-        ...
