@@ -50,13 +50,12 @@ class Router(Protocol[Name]):
 
 
 def make_router(policy: RouterPolicy) -> Router[int]:
-    match policy:
-        case RouterPolicy.ROUND_ROBIN:
-            return RoundRobin()
-        case RouterPolicy.LEAST_LOADED:
-            return LeastLoaded()
-        case RouterPolicy.PREFIX_AWARE:
-            return PrefixAware()
+    routers: dict[RouterPolicy, Router[int]] = {
+        RouterPolicy.ROUND_ROBIN: RoundRobin(),
+        RouterPolicy.LEAST_LOADED: LeastLoaded(),
+        RouterPolicy.PREFIX_AWARE: PrefixAware(),
+    }
+    return routers[policy]
 
 
 class RoundRobin(Generic[Name]):

@@ -312,7 +312,8 @@ class Scheduler:
             return
         most = self._waiting.num_at_once(waiting, self._config.max_num_batched_tokens)
         for num_places in range(most):
-            if len(self._free_slots) > num_places and self._has_blocks(waiting):
+            has_slot = len(self._free_slots) > num_places
+            if has_slot and self._kv.fits(self._kv.plan(waiting), self.num_running):
                 continue
             running = [*self._decoding, *self._prefilling]
             loser = self._waiting.in_place_of(running, waiting, num_places)
@@ -445,10 +446,6 @@ class Scheduler:
             if not self._admit(batch, sequence, now):
                 return
             self._schedule_chunk(batch, sequence, budget)
-
-    def _has_blocks(self, sequence: Sequence) -> bool:
-        """Whether it could be admitted, as far as blocks are concerned."""
-        return self._kv.fits(self._kv.plan(sequence), self.num_running)
 
     def _admit(self, batch: Batch, sequence: Sequence, now: float) -> bool:
         """Gives it a slot and blocks for all its known tokens, or as many as it needs at once in a

@@ -73,10 +73,9 @@ def scheduler_config(args: argparse.Namespace, default: SchedulerConfig) -> Sche
         for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
         if (value := getattr(args, name)) is not None
     }
-    if args.policy is not None:
-        changes["policy"] = Policy(args.policy)
-    if args.batching is not None:
-        changes["batching"] = Batching(args.batching)
+    for name, kind in (("policy", Policy), ("batching", Batching)):
+        if (value := getattr(args, name)) is not None:
+            changes[name] = kind(value)
     for name in ("itl", "ttft"):
         if (milliseconds := getattr(args, f"{name}_target_ms")) is not None:
             changes[f"{name}_target_s"] = milliseconds / 1e3

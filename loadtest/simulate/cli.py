@@ -124,7 +124,6 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
     summary = _settings(config, named, plan, simulated)
     summary["num_too_long"] = workload.num_too_long
     if args.error_bars:
-        # The same, with every step as much shorter, and longer, as the step model's bias.
         bounds = [simulate(plan, requests, factors=step_factors(server, sign)) for sign in (-1, 1)]
         others = [summary_of(plan, each, config.report) for each in bounds]
         summary["error_bars"] = error_bars(summary, others)

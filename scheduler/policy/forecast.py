@@ -78,8 +78,8 @@ def forecast_ttft_s(
     max_tokens = config.max_num_batched_tokens
     num_running = min(config.max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
     num_decodes = ceil(num_running / num_cohorts)
-    mean = _mean([s.num_computed + 1 for s in ahead.decoding], default=num_new + num_cached)
-    keys = int(num_decodes * mean)
+    reads = [sequence.num_computed + 1 for sequence in ahead.decoding] or [num_new + num_cached]
+    keys = int(num_decodes * (sum(reads) / len(reads)))
     decodes = _work(live, keys=keys, num_decodes=num_decodes)
     kind = StepClass.MIXED if num_decodes else StepClass.PREFILL
     # While nobody has served a mixed step, it is not known what one takes.
@@ -151,7 +151,3 @@ def _work(live: LiveStepModel, **work: int) -> StepWork:
 
 def _predicted(live: LiveStepModel, work: StepWork, kind: StepClass) -> float:
     return live.predict(live.served.amounts(work), kind) or 0.0
-
-
-def _mean(values: Sequence[float], *, default: float) -> float:
-    return sum(values) / len(values) if values else default

@@ -76,7 +76,10 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
         if best is None or score < 0.99 * best[0]:
             best = (score, replace(whole, errors=errors))
     assert best is not None
-    covered = {kind: ranges_of(steps) for kind, steps in _amounts_by_class(samples).items()}
+    by_class: dict[StepClass, list[Amounts]] = {}
+    for sample in samples:
+        by_class.setdefault(sample.kind, []).append(sample.amounts)
+    covered = {kind: ranges_of(steps) for kind, steps in by_class.items()}
     return replace(best[1], covered=covered)
 
 
@@ -201,10 +204,3 @@ def _trimmed_mean(values: list[float]) -> float:
     cut = len(ordered) // 20
     inner = ordered[cut : len(ordered) - cut]
     return sum(inner) / len(inner)
-
-
-def _amounts_by_class(samples: Sequence[StepSample]) -> dict[StepClass, list[Amounts]]:
-    by_class: dict[StepClass, list[Amounts]] = {}
-    for sample in samples:
-        by_class.setdefault(sample.kind, []).append(sample.amounts)
-    return by_class
