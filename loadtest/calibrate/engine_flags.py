@@ -46,6 +46,11 @@ _LOADING = {
     "--enforce-eager": "no CUDA graphs",
     "--num-threads N": "CPU threads; default: all cores",
 }
+# Settings of the engine that are called as their flags, and read as they are.
+_AS_GIVEN = (
+    *("max_model_len", "block_size", "kv_cache_memory_bytes", "gpu_memory_utilization"),
+    *("enforce_eager", "num_threads"),
+)
 _GROUPS = {"scheduling": _SCHEDULER, "memory": _MEMORY, "model": _MODEL, "loading": _LOADING}
 _CHOICES: dict[str, dict[str, Any]] = {
     "scheduling_policy": {"dest": "policy", "choices": [each.value for each in Policy]},
@@ -91,11 +96,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         kv_cache_dtype=KVCacheDtype(args.kv_cache_dtype),
         load_format=LoadFormat(args.load_format),
         quantization=Quantization(args.quantization) if args.quantization else None,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        num_threads=args.num_threads,
         scheduler=scheduler_config(args, SchedulerConfig()),
+        **{name: getattr(args, name) for name in _AS_GIVEN},
     )

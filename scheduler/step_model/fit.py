@@ -119,12 +119,6 @@ def _factors(ratios: dict[int, list[float]]) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def errors_on(model: StepModel, samples: Sequence[StepSample]) -> dict[StepClass, ClassError]:
-    """How far a model is off on steps that were not used to fit it, by class."""
-    folds = _folds(samples)
-    return _errors(folds, [model] * len(folds))
-
-
 def _folds(samples: Sequence[StepSample]) -> list[list[StepSample]]:
     """Blocks of neighbours, dealt out in turn; none is empty of a class that has many blocks."""
     folds: list[list[StepSample]] = [[] for _ in range(_NUM_FOLDS)]
