@@ -15,6 +15,7 @@ one that was served less. Their blocks stay in the prefix cache, so that to come
 import heapq
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.config import Policy
@@ -50,22 +51,20 @@ _MAX_PREEMPTIONS = 4
 _MAX_PLACES = 4  # made in a step
 
 
+@dataclass(slots=True, eq=False)
 class Tenant:
     """Those requests that share one counter. recent: the service of the last minute or so;
     faded: what is left in it of the time before the index was renewed."""
 
-    __slots__ = (
-        *("counter", "faded", "name", "num_open", "num_running", "recent", "waiting"),
-        *("left_s", "was_waiting"),
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.counter = self.recent = self.faded = 0.0
-        self.num_open = self.num_running = 0
-        self.left_s = -math.inf
-        self.waiting = OrderedQueue()
-        self.was_waiting = False
+    name: str
+    counter: float = 0.0
+    recent: float = 0.0
+    faded: float = 0.0
+    num_open: int = 0
+    num_running: int = 0
+    left_s: float = -math.inf
+    waiting: OrderedQueue = field(default_factory=OrderedQueue)
+    was_waiting: bool = False
 
     def charge(self, service: float) -> None:
         self.counter += service
