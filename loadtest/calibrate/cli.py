@@ -64,11 +64,11 @@ def _calibrate(argv: list[str]) -> int:
             raise InvalidConfig("give either MODEL or --base-url, not both")
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        made = asyncio.run(calibrate_server(args.base_url, headers))
+        calibration = asyncio.run(calibrate_server(args.base_url, headers))
     else:
-        made = _from_sweep(args)
-    made.write(args.output)
-    print(describe(made))
+        calibration = _from_sweep(args)
+    calibration.write(args.output)
+    print(describe(calibration))
     say(f"written to {args.output}")
     return 0
 
@@ -127,17 +127,17 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
     )
 
 
-def describe(made: Calibration) -> str:
+def describe(calibration: Calibration) -> str:
     """Says what a person should know of it: the coefficients, and where they hold."""
-    info, model = made.model, made.step_model
+    info, model = calibration.model, calibration.step_model
     lines = [
-        f"{made.name}, {info.dtype}, on {info.device}; {made.source}",
+        f"{calibration.name}, {info.dtype}, on {info.device}; {calibration.source}",
         "",
         *(
             f"front end, a {name}: {_short(seconds)}"
             for name, seconds in zip(
                 ("request", "step's report", "token", "request, besides"),
-                made.front_end,
+                calibration.front_end,
                 strict=True,
             )
         ),

@@ -222,9 +222,9 @@ def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
         header.append(Span(" MBU, MFU: the server has no peak rates of this device", "dim"))
     yield header
     for step_class in (*_CLASSES, "all"):
-        of_class = {} if step_class == "all" else {"class": step_class}
+        labels = {} if step_class == "all" else {"class": step_class}
         window = view.recent[1] if view.recent else None
-        mean = window.histogram("step_time_seconds", **of_class).mean if window else None
+        mean = window.histogram("step_time_seconds", **labels).mean if window else None
         line = [_label(step_class), Span(f"{_seconds(mean):>8} ")]
         for _, name, peak, _, _ in columns:
             ratio = latest.value(name, peak=peak, **{"class": step_class})

@@ -99,10 +99,10 @@ class Targets:
 
     def _itl_target_s(self, num_running: int) -> float | None:
         """The tightest of the sequences that run."""
-        of_server, own = self._config.itl_target_s, self._own
+        server_s, own = self._config.itl_target_s, self._own
         if not own:
-            return of_server
+            return server_s
         tightest = min(own.values())
-        if of_server is not None and len(own) < num_running:
-            return min(tightest, of_server)
+        if server_s is not None and len(own) < num_running:
+            return min(tightest, server_s)
         return tightest
