@@ -5,6 +5,7 @@ decode of the fields that are measured, one append.
 """
 
 import contextlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -57,29 +58,18 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 _BARE_ERRORS = ("error", "exception")
 
 
+@dataclass(slots=True, eq=False)
 class StreamedResponse:
     """Parses one streamed response: a sink of `penstock.loadtest.bench.http1`."""
 
-    __slots__ = (
-        "_buffer",
-        "arrivals_s",
-        "error",
-        "has_empty_end",
-        "is_done",
-        "status",
-        "texts",
-        "usage",
-    )
-
-    def __init__(self) -> None:
-        self.arrivals_s: list[float] = []
-        self.texts: list[str] = []
-        self.usage: Usage | None = None
-        self.status = 0
-        self.error: str | None = None
-        self.is_done = False
-        self.has_empty_end = False  # its last event had a finish reason and no text
-        self._buffer = b""
+    arrivals_s: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    usage: Usage | None = None
+    status: int = 0
+    error: str | None = None
+    is_done: bool = False
+    has_empty_end: bool = False  # its last event had a finish reason and no text
+    _buffer: bytes = b""
 
     def on_head(self, status: int, now: float) -> None:
         self.status = status

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import unicodedata
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from penstock.loadtest.chat.client import Answer, ChatClient, Piece, Refused, StillLoading
@@ -164,20 +165,14 @@ def _model(client: ChatClient, screen: Screen, wanted: str | None) -> str:
         screen.wait_note("")
 
 
+@dataclass(frozen=True, slots=True)
 class _Chat:
     """The turns: a line of the user, a command or a message, and what answers it."""
 
-    def __init__(
-        self,
-        client: ChatClient,
-        screen: Screen,
-        conversation: Conversation,
-        body: dict[str, Any],
-    ) -> None:
-        self._client = client
-        self._screen = screen
-        self._conversation = conversation
-        self._body = body
+    _client: ChatClient
+    _screen: Screen
+    _conversation: Conversation
+    _body: dict[str, Any]
 
     @property
     def model(self) -> str:
