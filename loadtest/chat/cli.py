@@ -136,7 +136,7 @@ def _chat(options: argparse.Namespace) -> int:
     chat = _Chat(client, screen, Conversation(options.system), _body(options, model))
     if message is not None:
         return chat.answer_once(message)
-    screen.note(f"{chat.model} at {client.url}; /help lists commands, Ctrl-D leaves")
+    screen.note(f"{model} at {client.url}; /help lists commands, Ctrl-D leaves")
     return chat.run()
 
 
@@ -173,10 +173,6 @@ class _Chat:
     _screen: Screen
     _conversation: Conversation
     _body: dict[str, Any]
-
-    @property
-    def model(self) -> str:
-        return str(self._body["model"])
 
     def run(self) -> int:
         """Until the user leaves."""

@@ -151,10 +151,9 @@ def _plan(argv: list[str]) -> int:
 def _capacity_plan(
     parser: BenchParser, args: argparse.Namespace, candidates: Candidates, task: Task, load: Load
 ) -> CapacityPlan:
-    own_rate = load.own_rate() if load.follows_trace else 1.0
-    rate = None if math.isinf(args.request_rate) else args.request_rate
-    if load.follows_trace:
-        rate = own_rate
+    own_rate, rate = 1.0, None if math.isinf(args.request_rate) else args.request_rate
+    if task.workload.follows_trace:
+        rate = own_rate = load.own_rate()
     searched = _search(task, candidates.all, load, args.jobs or os.cpu_count() or 1)
     ranked, choice, check = sized(searched, rate), None, None
     notes = [*candidates.notes, *candidates.left_out]

@@ -46,10 +46,6 @@ class Load:
         self._requests: list[TimedRequest] = []
         self._is_whole = False  # a file has no more
 
-    @property
-    def follows_trace(self) -> bool:
-        return self._config.follows_trace
-
     def own_rate(self) -> float:
         """The mean rate of the trace's own arrivals."""
         self._make(1_000_000)
@@ -68,7 +64,7 @@ class Load:
 
     def _mean_rate(self) -> float:
         """1 but for a trace."""
-        if not self.follows_trace:
+        if not self._config.follows_trace:
             return 1.0
         span_s = self._requests[-1].arrival_s - self._requests[0].arrival_s
         return (len(self._requests) - 1) / max(span_s, 1e-9) if len(self._requests) > 1 else 1.0
@@ -169,9 +165,6 @@ class Task:
         count = None if self.tokenizer is None else tokenizer_counter(self.tokenizer)
         return Load(self.workload, self.seconds, count)
 
-    def run(self, candidate: Candidate, load: Load) -> Searched:
-        return search(candidate, load, self.targets, self.precision)
-
 
 _task: Task | None = None
 _load: Load | None = None  # made once in each process: its prompts take seconds
@@ -194,7 +187,7 @@ def _end_with_parent() -> None:
 
 def _search(candidate: Candidate) -> Searched:
     assert _task is not None and _load is not None
-    return _task.run(candidate, _load)
+    return search(candidate, _load, _task.targets, _task.precision)
 
 
 def search_all(
@@ -209,7 +202,7 @@ def search_all(
     if num_processes == 1 or len(candidates) == 1:
         searched = []
         for number, candidate in enumerate(candidates, start=1):
-            searched.append(task.run(candidate, load))
+            searched.append(search(candidate, load, task.targets, task.precision))
             on_done(number, searched[-1])
         return searched
     # A fork would copy the locks of threads that torch has started.

@@ -124,7 +124,7 @@ class Replica:
         self._loop = EngineLoop(
             self.scheduler, self.executor, self._inbox, self._send, self.clock, live
         )
-        self._front_end, self._queue = server.front_end, FrontEndQueue(server.front_end)
+        self._front_end, self.queue = server.front_end, FrontEndQueue(server.front_end)
         # The engine has sent this at that time, and the front end has not yet written it.
         self._report: tuple[float, StepOutputs] | None = None
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
@@ -141,7 +141,7 @@ class Replica:
         return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
 
     def submit(self, request: Request) -> bool:
-        """In order of arrival, which is when the engine gets it: see `at_engine_s`. False where as
+        """In order of arrival, which is when the engine gets it: see `queue`. False where as
         many requests are open as a server accepts."""
         if self.num_open >= self._max_open:
             return False
@@ -149,19 +149,15 @@ class Replica:
         self._inbox.coming.append(request)
         return True
 
-    def at_engine_s(self, sent_s: float) -> float:
-        """When the engine gets a request that a client sends now: the front end works on it."""
-        return self._queue.request(sent_s)
-
     def step(self, known_until_s: float) -> None:
         """Writes what a step has sent, or else runs one more step, and takes its time.
         known_until_s: until when no further request is sent by a client: so those that reached the
         front end before a step's end have had their turn when its tokens are written."""
         if self._report:
             sent_s, outputs = self._report
-            written_s = self._queue.report(sent_s)
+            written_s = self.queue.report(sent_s)
             self.num_open -= self._on_outputs(outputs, written_s, self._front_end.token_s)
-            self._queue.tokens(len(outputs))
+            self.queue.tokens(len(outputs))
             self._report = None
             return
         costs = self._front_end
