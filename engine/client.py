@@ -33,9 +33,6 @@ from penstock.engine.files.gguf.file import (
     is_gguf,  # whether a path is a GGUF file, which is a model without a directory
     model_name,  # a GGUF file's
 )
-from penstock.engine.files.gguf.tokenizer import (
-    read_tokenizer as read_gguf_tokenizer,  # a GGUF file's, as a tokenizer.json
-)
 from penstock.engine.files.json_file import (
     read_json as read_model_json,  # a file of the model; an error names it
 )
@@ -128,6 +125,13 @@ def shown_size(num_bytes: int) -> str:
     from penstock.engine.hub.model_files import size
 
     return size(num_bytes)
+
+
+def read_gguf_tokenizer(path: Path) -> str:
+    """A GGUF file's tokenizer, as a tokenizer.json. Raises PenstockError."""
+    from penstock.engine.files.gguf.tokenizer import read_tokenizer
+
+    return read_tokenizer(path)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

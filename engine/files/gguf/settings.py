@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.engine.errors import InvalidModel
 from penstock.engine.files.gguf.file import GgufFile, open_gguf
-from penstock.engine.files.gguf.tokenizer import end_token_ids, special_tokens
+from penstock.engine.files.gguf.tokens import Tokens
 
 # By general.architecture: the name in transformers.
 _ARCHITECTURES = {
@@ -180,12 +180,12 @@ def _quotient(number: Any, divisor: Any, *, exact: bool = False) -> Any:
 def _generation_config(gguf: GgufFile) -> dict[str, Any]:
     given = {field: gguf.metadata.get(key) for field, key in _SAMPLING.items()}
     known = {field: value for field, value in given.items() if value is not None}
-    return {"eos_token_id": end_token_ids(gguf), **known}
+    return {"eos_token_id": Tokens(gguf).end_ids(), **known}
 
 
 def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     template = gguf.metadata.get("tokenizer.chat_template")
-    return {**special_tokens(gguf), "chat_template": template}
+    return {**Tokens(gguf).special(), "chat_template": template}
 
 
 _FILES = {

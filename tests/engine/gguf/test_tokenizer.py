@@ -12,9 +12,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from penstock.engine.errors import InvalidModel
 from penstock.engine.files.gguf.file import open_gguf
-from penstock.engine.files.gguf.pretokenizers import PRE_TOKENIZERS
 from penstock.engine.files.gguf.settings import read_settings
-from penstock.engine.files.gguf.tokenizer import check_tokenizer, read_tokenizer
+from penstock.engine.files.gguf.tokenizer import WORDS, check_tokenizer, read_tokenizer
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL, ROOT, STORIES
 from tests.support.tiny_models import make_model
@@ -115,8 +114,9 @@ def test_the_words_of_qwen_are_those_of_its_class_in_transformers(tmp_path: Path
 def test_the_words_of_llama_3_are_those_of_its_conversion_in_transformers(tmp_path: Path) -> None:
     converter: Any = TikTokenConverter
     pattern = converter().pattern
-    assert PRE_TOKENIZERS["llama-bpe"].rules["pretokenizers"][0]["pattern"] == {"Regex": pattern}
-    assert PRE_TOKENIZERS["llama-bpe"].ignores_merges
+    spec = json.loads(reread(tmp_path / "rules.gguf", DEMO_MODEL, pre="llama-bpe").to_str())
+    assert spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] == {"Regex": pattern}
+    assert WORDS["llama-bpe"].ignores_merges
     rules = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),
@@ -129,7 +129,7 @@ def test_the_words_of_llama_3_are_those_of_its_conversion_in_transformers(tmp_pa
     assert ids(converted) == [[0, *each] for each in ids(original)]
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", WORDS)
 def test_every_kind_of_words_gives_back_the_text(tmp_path: Path, name: str) -> None:
     converted = reread(tmp_path / "m.gguf", DEMO_MODEL, pre=name, add_bos_token=False)
     for text in TEXTS:
