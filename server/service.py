@@ -127,7 +127,7 @@ class Service:
     @property
     def num_open(self) -> int:
         """Answers that have not ended, running and waiting together."""
-        return self._engine.num_open if self._engine else 0
+        return self._engine.streams.num_open if self._engine else 0
 
     @property
     def last_report(self) -> StepReport | None:
@@ -217,7 +217,7 @@ class Service:
     def kill(self) -> None:
         """Ends the engine and what it started, now; the caller ends this process."""
         if self._engine:
-            self._engine.kill()
+            self._engine.process.kill()
 
     async def close(self) -> None:
         """Ends the engine; open requests get an error."""
@@ -279,18 +279,18 @@ class Service:
     def _check_running(self, max_unheard_s: float) -> None:
         """Raises NotServing for a process that is stopped, or in whose steps something hangs."""
         assert self._engine
-        if self._engine.silence_s > max_unheard_s:
-            message = f"the engine process has not run for {self._engine.silence_s:.0f} s"
+        if self._engine.process.silence_s > max_unheard_s:
+            message = f"the engine process has not run for {self._engine.process.silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
         age_s = self._engine.step_age_s
         if age_s > self._engine.stall_limit_s:
-            message = f"{self._engine.num_open} answers are open, no step for {age_s:.0f} s"
+            message = f"{self._engine.streams.num_open} answers are open, no step for {age_s:.0f} s"
             raise NotServing(message, is_ending=False)
 
     def check_room(self, num_answers: int, tenant: str) -> None:
         """Raises QueueFull or RequestRefused where `submit_generation` would: before the work."""
         assert self._engine
-        self._engine.check_room(num_answers, tenant)
+        self._engine.streams.check_room(num_answers, tenant)
 
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""

@@ -31,7 +31,7 @@ from penstock.engine.step.messages import (
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import Policy
 from penstock.scheduler.errors import TargetOutOfReach
-from penstock.scheduler.types import Request, RequestId
+from penstock.scheduler.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ class EngineClient:
         self._kv_memory: int | None = None
         self.adapters = AdapterTable(config.lora, self._send, self._check_up)
         self.state = EngineState.STARTING
-        self._streams = OpenStreams(
+        self.streams = OpenStreams(
             config.scheduler.max_num_seqs,
             config.max_num_queued_reqs,
             self._send,
             is_fair=config.scheduler.policy is Policy.FAIR,
         )
-        self._process = self._new_process()
-        self._recovery = Recovery(self._streams, config.scheduler.max_num_seqs)
+        self.process = self._new_process()
+        self.recovery = Recovery(self.streams, config.scheduler.max_num_seqs)
         self._budget = RestartBudget(config.max_engine_restarts)
         self.restarts: Counter[EndCause] = Counter()
         """How many processes were replaced, by what ended them."""
@@ -86,23 +86,9 @@ class EngineClient:
         return self._info
 
     @property
-    def pid(self) -> int | None:
-        """The engine process's; None where there is none, or it has ended."""
-        return self._process.pid
-
-    @property
-    def silence_s(self) -> float:
-        return self._process.silence_s
-
-    @property
-    def num_open(self) -> int:
-        """Answers that have not ended, running and waiting together: `n` of each request."""
-        return self._streams.num_open
-
-    @property
     def step_age_s(self) -> float:
         """With answers open: since the engine last did something, or last had nothing to do."""
-        return max(0.0, time.monotonic() - self._last_sign_s()) if self.num_open else 0.0
+        return max(0.0, time.monotonic() - self._last_sign_s()) if self.streams.num_open else 0.0
 
     @property
     def stall_limit_s(self) -> float:
@@ -112,14 +98,6 @@ class EngineClient:
         return stall_limit_s(
             config.stall_timeout_s, self.info, config.scheduler, has_stepped=has_stepped
         )
-
-    @property
-    def num_resumed(self) -> int:
-        return self._recovery.num_resumed
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._recovery.num_quarantined
 
     @property
     def ready_in_s(self) -> int:
@@ -143,7 +121,7 @@ class EngineClient:
         self._dead = asyncio.get_running_loop().create_future()
         if self._config.max_engine_restarts:
             self._kv_memory = make_descriptor()
-            self._process = self._new_process()
+            self.process = self._new_process()
         try:
             await self._start_process()
         except EngineFailed:
@@ -168,18 +146,9 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._streams.fail_all(EngineFailed("the server is shutting down"))
-        await self._process.close()
+        self.streams.fail_all(EngineFailed("the server is shutting down"))
+        await self.process.close()
         self._drop_kv()
-
-    def kill(self) -> None:
-        """Ends the process now, as `close` does, without the rest of it."""
-        self._process.kill()
-
-    def check_room(self, num_answers: int, tenant: str = "") -> None:
-        """Raises QueueFull if this many answers would not be accepted now; RequestRefused if there
-        is never room for them."""
-        self._streams.check_room(num_answers, tenant)
 
     def submit(self, request: Request) -> OutputStream:
         """Sends the request at once; its stream gives its outputs, in order, as they arrive.
@@ -199,22 +168,19 @@ class EngineClient:
         they share is sent once."""
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineFailed(f"the engine is {self.state}")
-        if not self.num_open:
+        if not self.streams.num_open:
             self._busy_since_s = time.monotonic()
-        streams = self._streams.submit_alike(requests)
+        streams = self.streams.submit_alike(requests)
         if requests[0].adapter is not None:
             self.adapters.count(requests[0].adapter)
         return streams
-
-    def abort(self, request_id: RequestId, index: int | None = None) -> None:
-        self._streams.abort(request_id, index)
 
     # LoRA adapters.
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
         """The names of those with a request that runs, and with one that waits."""
         running, waiting = set[str](), set[str]()
-        for stream in self._streams:
+        for stream in self.streams:
             if adapter := stream.request.adapter:
                 name = adapter.rpartition("@")[0]
                 (running if stream.has_started else waiting).add(name)
@@ -223,7 +189,7 @@ class EngineClient:
     # A process, from its start to its end.
 
     def _new_process(self) -> EngineProcess:
-        in_use = {adapter for stream in self._streams if (adapter := stream.request.adapter)}
+        in_use = {adapter for stream in self.streams if (adapter := stream.request.adapter)}
         config = replace(self._config, lora=self.adapters.config(in_use))
         return EngineProcess(config, self._module, self._on_message, self._on_end, self._kv_memory)
 
@@ -238,9 +204,9 @@ class EngineClient:
         began_s = self._last_message_s = time.monotonic()
         self._ended = asyncio.get_running_loop().create_future()
         self._has_stepped = False
-        self._info = await self._process.start()
-        self.adapters.on_ready(self._process.adapters)
-        self._is_up = self._process.state is EngineState.READY  # it may have ended since
+        self._info = await self.process.start()
+        self.adapters.on_ready(self.process.adapters)
+        self._is_up = self.process.state is EngineState.READY  # it may have ended since
         self._busy_since_s = time.monotonic()
         self._start_s = self._busy_since_s - began_s
 
@@ -253,7 +219,7 @@ class EngineClient:
         """A message that is not sent now is not lost: the next process gets all requests that are
         then open, and has not heard of others."""
         if self.state is EngineState.READY or (self._is_up and isinstance(message, Abort)):
-            self._process.send(message)
+            self.process.send(message)
 
     def _on_message(self, message: LoadProgress | FromLoop) -> None:
         self._last_message_s = time.monotonic()
@@ -261,12 +227,12 @@ class EngineClient:
             self._on_progress(message)
             return
         if isinstance(message, Refused):
-            self._recovery.refuse(message.request_id)
+            self.recovery.refuse(message.request_id)
             error = TargetOutOfReach(*message.late) if message.late else None
-            self._streams.fail(message.request_id, error or RequestRefused(message.message))
+            self.streams.fail(message.request_id, error or RequestRefused(message.message))
             return
         if isinstance(message, Accepted):
-            self._streams.accept(message.request_id)
+            self.streams.accept(message.request_id)
             return
         if isinstance(message, AdapterLoaded):
             self.adapters.on_loaded(message)
@@ -274,8 +240,8 @@ class EngineClient:
         self.last_report = message
         self._has_stepped = True
         if message.started:
-            self._streams.start(message.started)
-        self._streams.push(self._recovery.take(message.outputs))
+            self.streams.start(message.started)
+        self.streams.push(self.recovery.take(message.outputs))
         for callback in self._on_step:
             callback(message)
 
@@ -283,7 +249,7 @@ class EngineClient:
         if self._is_up:
             self._is_up = False
             self._ended_at_s = time.monotonic()
-            self._recovery.on_end(end)
+            self.recovery.on_end(end)
             self.adapters.on_end()
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
@@ -307,7 +273,7 @@ class EngineClient:
         """Starts processes until one is ready; false if that may not be tried again."""
         has_worked = self._has_stepped
         while True:
-            has_ended = await self._process.close()
+            has_ended = await self.process.close()
             if not has_ended or end.cause is EndCause.OUT_OF_MEMORY:
                 # A process that was left behind may write to it; or the memory is what it takes.
                 self._drop_kv()
@@ -324,10 +290,10 @@ class EngineClient:
                 "%s; another starts %s, for which %s waiting",
                 end.why,
                 f"in {delay_s:g} s" if delay_s else "now",
-                "1 request is" if len(self._streams) == 1 else f"{len(self._streams)} requests are",
+                "1 request is" if len(self.streams) == 1 else f"{len(self.streams)} requests are",
             )
             await asyncio.sleep(delay_s)
-            self._process = self._new_process()
+            self.process = self._new_process()
             try:
                 await self._start_process()
                 return True
@@ -348,7 +314,7 @@ class EngineClient:
             coming_back.cancel()
 
     async def _bring_back(self) -> None:
-        await self._recovery.bring_back(self._process.send)
+        await self.recovery.bring_back(self.process.send)
         if self._is_up:
             self.state = EngineState.READY
             self.adapters.on_resumed()
@@ -357,7 +323,7 @@ class EngineClient:
             logger.warning(
                 "the engine runs again after %.1f s, and goes on with %d requests",
                 pause_s,
-                len(self._streams),
+                len(self.streams),
             )
 
     async def _look(self) -> None:
@@ -365,9 +331,9 @@ class EngineClient:
         beats, steps = Silence(_LOOK_INTERVAL_S), Silence(_LOOK_INTERVAL_S)
         while True:
             await asyncio.sleep(_LOOK_INTERVAL_S)
-            now_s, process = time.monotonic(), self._process
+            now_s, process = time.monotonic(), self.process
             unheard_s = beats.look(now_s, (process, process.last_beat_s))
-            is_idle = not self.num_open and self.state is EngineState.READY
+            is_idle = not self.streams.num_open and self.state is EngineState.READY
             sign_s = now_s if is_idle else self._last_sign_s()
             stuck_s = max(unheard_s, steps.look(now_s, (process, sign_s)))
             if process.state is EngineState.DEAD or stuck_s <= self._config.stall_timeout_s:
@@ -380,7 +346,7 @@ class EngineClient:
 
     def _die(self, why: str) -> None:
         self.state = EngineState.DEAD
-        self._streams.fail_all(EngineFailed(why))
+        self.streams.fail_all(EngineFailed(why))
         assert self._dead
         if not self._dead.done():
             self._dead.set_result(why)

@@ -128,7 +128,7 @@ class Metrics:
         # The engine process. Before it starts there is none, and no process is called "none".
         ProcessCollector(
             "penstock_engine",
-            lambda: (self._client and self._client.pid) or "none",
+            lambda: (self._client and self._client.process.pid) or "none",
             registry=self._registry,
         )
         PlatformCollector(registry=self._registry)
@@ -213,7 +213,7 @@ class Metrics:
     @property
     def num_waiting(self) -> int:
         """Answers in the queue, including those that the engine has not received yet."""
-        num_open = self._client.num_open if self._client else 0
+        num_open = self._client.streams.num_open if self._client else 0
         return max(self._stats.num_waiting, num_open - self._stats.num_running)
 
     @property
@@ -385,12 +385,12 @@ class Metrics:
         yield counter(
             "resumed_requests",
             "Requests given to another engine process after the one before had ended",
-            client.num_resumed if client else 0,
+            client.recovery.num_resumed if client else 0,
         )
         yield counter(
             "quarantined_requests",
             "Requests that ended with an error because the engine process ended twice with them",
-            client.num_quarantined if client else 0,
+            client.recovery.num_quarantined if client else 0,
         )
 
     def _counters_by_class(self) -> Iterator[Metric]:

@@ -240,7 +240,7 @@ class Generation:
 
     def _abort(self) -> None:
         for request, _ in zip(self.request.requests, self._streams, strict=False):
-            self._engine.abort(request.id)  # harmless where it has ended
+            self._engine.streams.abort(request.id)  # harmless where it has ended
 
     def _choice(self, is_whole: bool, echo: str) -> Choice:
         request = self.request
@@ -306,7 +306,7 @@ class Generation:
         if output.finish:
             self._metrics.preemptions_per_answer.observe(output.finish.num_preemptions)
         else:  # a stop string: the engine does not know
-            self._engine.abort(output.request_id, output.index)
+            self._engine.streams.abort(output.request_id, output.index)
         if choice.num_tokens > 1:
             span_s = choice.last_token_s - choice.first_token_s
             tpot_s = span_s / (choice.num_tokens - 1)

@@ -109,7 +109,7 @@ async def memory(size: Sizes, seed: int) -> list[Row]:
         )
         num_left = await server.blocks_in_use()
         num_restarts = sum(server.engine.restarts.values())
-        num_blamed = server.engine.num_quarantined
+        num_blamed = server.engine.recovery.num_quarantined
     what = (
         f"{outcome.num_kills} engines that get no more memory, of which {num_restarts} ended, "
         "under 32 mixed streams"

@@ -23,9 +23,9 @@ async def kill_at_every_step(
     def on_step(report: StepReport) -> None:
         nonlocal num_steps
         num_steps += bool(report.step)
-        if num_steps == kill_at and report.step and running.engine.pid is not None:
+        if num_steps == kill_at and report.step and running.engine.process.pid is not None:
             outcome.num_kills += 1
-            os.kill(running.engine.pid, signal.SIGKILL)
+            os.kill(running.engine.process.pid, signal.SIGKILL)
 
     running.engine.on_step(on_step)
     while kill_at == outcome.num_kills and kill_at < max_steps:

@@ -97,14 +97,14 @@ def _with_seed(running: Running, ask: Ask) -> Ask:
 async def watch_pauses(running: Running, pauses_s: list[float]) -> None:
     """From the last step before a kill to the first after it."""
     engine = running.engine
-    last_s, last_pid = time.monotonic(), engine.pid
+    last_s, last_pid = time.monotonic(), engine.process.pid
 
     def on_step(_: object) -> None:
         nonlocal last_s, last_pid
         now_s = time.monotonic()
-        if engine.pid != last_pid and engine.pid is not None:
+        if engine.process.pid != last_pid and engine.process.pid is not None:
             pauses_s.append(now_s - last_s)
-            last_pid = engine.pid
+            last_pid = engine.process.pid
         last_s = now_s
 
     engine.on_step(on_step)

@@ -40,9 +40,9 @@ async def without_memory(
     def on_step(report: StepReport) -> None:
         nonlocal left
         left -= bool(report.step)
-        if report.step and not left and running.engine.pid is not None:
+        if report.step and not left and running.engine.process.pid is not None:
             outcome.num_kills += 1
-            _allow_no_more(running.engine.pid)
+            _allow_no_more(running.engine.process.pid)
             limited.set()
 
     async def large() -> None:

@@ -45,8 +45,8 @@ async def rank_pauses_s(
     async with running("penstock.engine.ipc.process", **settings) as server:
 
         def rank(number: int) -> int:
-            assert server.engine.pid is not None
-            ranks = [server.engine.pid, *ranks_of(server.engine)]
+            assert server.engine.process.pid is not None
+            ranks = [server.engine.process.pid, *ranks_of(server.engine)]
             return ranks[number % len(ranks)]
 
         return [
@@ -86,11 +86,11 @@ async def pause_s(
         names = {output.request_id for output in report.outputs if output.token_ids}
         if not killed_at_s:
             begun.update(names)
-            if len(begun) == num_streams and server.engine.pid is not None:
+            if len(begun) == num_streams and server.engine.process.pid is not None:
                 waiting.update(begun)
                 killed_at_s = time.monotonic()
-                os.kill(victim() if victim else server.engine.pid, signal.SIGKILL)
-        elif server.engine.pid is not None and waiting:
+                os.kill(victim() if victim else server.engine.process.pid, signal.SIGKILL)
+        elif server.engine.process.pid is not None and waiting:
             waiting.difference_update(names)
             if not waiting:
                 ended_s = time.monotonic()

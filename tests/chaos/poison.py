@@ -54,7 +54,7 @@ async def poison_among_others(kind: str, num_others: int, **settings: object) ->
             reply.json().get("error", {}).get("code", ""),
             num_others=len(load),
             num_unharmed=sum(a == b for a, b in zip(got, expected, strict=True)),
-            num_quarantined=server.engine.num_quarantined,
+            num_quarantined=server.engine.recovery.num_quarantined,
         )
 
 

@@ -53,7 +53,7 @@ class Killer:
         self.max_kills = 0
 
     def on_step(self, report: StepReport) -> None:
-        pid = self.engine.pid
+        pid = self.engine.process.pid
         if self.num_kills >= self.max_kills or pid is None or not report.step:
             return
         if pid != self._victim:
@@ -79,7 +79,7 @@ class Running:
     async def blocks_in_use(self, after_s: float = 1.0) -> int:
         """So long after the last answer has ended."""
         async with asyncio.timeout(600):
-            while self.engine.num_open:  # noqa: ASYNC110
+            while self.engine.streams.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(after_s)
         return self.service.metrics.stats.groups[0].num_used

@@ -29,7 +29,7 @@ def test_no_answer_differs_after_files_of_its_blocks_were_damaged() -> None:
 async def test_an_engine_that_replaces_another_computes_no_prompt_again() -> None:
     async with running() as server:
         assert await pause_s(server, 1, num_streams=4, num_prompt_tokens=1000) > 0
-        assert server.engine.num_resumed == 4
+        assert server.engine.recovery.num_resumed == 4
         # Of each stream the block that it was writing to, and the step that was lost.
         assert 0 < server.service.metrics.stats.recomputed_tokens_total <= 4 * (16 + 2)
 

@@ -89,7 +89,7 @@ async def test_after_a_rank_was_killed_a_prompt_comes_from_the_disk(tmp_path: Pa
         async with asyncio.timeout(30):
             while len(files_in(tmp_path / "blocks")) < 900 // 16:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        engine, rank = client.pid, rank_of(client)
+        engine, rank = client.process.pid, rank_of(client)
         os.kill(rank, signal.SIGKILL)
         assert engine is not None
         await until_ended(engine, rank)

@@ -78,7 +78,7 @@ async def test_of_four_ranks_in_two_stages_each_that_is_killed_is_replaced() -> 
     async with started(tensor_parallel_size=2, pipeline_parallel_size=2) as client:
         alone = [await ids_of(client, request) for request in REQUESTS]
         for number in (0, 2):  # in rank 0's stage, and in the other
-            engine, ranks = client.pid, ranks_of(client)
+            engine, ranks = client.process.pid, ranks_of(client)
             assert engine is not None and len(ranks) == 3
             asking = asyncio.gather(*(ids_of(client, request) for request in REQUESTS))
             await asyncio.sleep(0.2)
@@ -120,7 +120,7 @@ async def test_a_stage_that_is_stopped_holds_nobody_up_for_five_seconds() -> Non
 
 async def test_no_stage_is_left_when_its_engine_is_killed() -> None:
     async with started(pipeline_parallel_size=3, max_engine_restarts=0) as client:
-        engine, ranks = client.pid, ranks_of(client)
+        engine, ranks = client.process.pid, ranks_of(client)
         assert engine is not None and len(ranks) == 2
         os.kill(engine, signal.SIGKILL)
         await until_ended(engine, *ranks)

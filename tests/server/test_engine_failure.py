@@ -53,7 +53,7 @@ async def test_a_step_that_fails_ends_the_process_with_its_cause_in_the_log(
     with pytest.raises(EngineFailed, match=f"RuntimeError: {MESSAGE}$"):
         await asyncio.wait_for(_read(stream), 60)
     assert client.state is EngineState.DEAD
-    process = client._process._process
+    process = client.process._process
     assert process is not None and await asyncio.wait_for(process.wait(), 60) == 1
     log = capfd.readouterr().err
     assert "Traceback" in log and "and how to debug that" in log

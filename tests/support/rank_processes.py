@@ -46,8 +46,8 @@ def children(pid: int) -> list[int]:
 
 def ranks_of(client: EngineClient) -> list[int]:
     """The processes of the ranks after the first."""
-    assert client.pid is not None
-    return children(client.pid)
+    assert client.process.pid is not None
+    return children(client.process.pid)
 
 
 def rank_of(client: EngineClient) -> int:

@@ -85,7 +85,7 @@ class FedEngine(EngineClient):
         super().__init__(config)
         self.fed = FedProcess(config, "", self._on_message, self._on_end)
         self.fed.submitted = []
-        self._process = self.fed
+        self.process = self.fed
 
 
 def main(argv: list[str]) -> int:

@@ -94,7 +94,7 @@ async def test_a_cancelled_reader_aborts_its_request(client: EngineClient) -> No
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until_idle(client)
-    assert client.num_open == 0
+    assert client.streams.num_open == 0
     assert client.last_report is not None
     assert client.last_report.stats.groups[0].num_used == 0
 
@@ -102,7 +102,7 @@ async def test_a_cancelled_reader_aborts_its_request(client: EngineClient) -> No
 async def test_aborting_one_answer_lets_the_others_finish(client: EngineClient) -> None:
     request = make_request("a", 5, n=3, max_tokens=5000, temperature=1.0)
     stream = client.submit(request)
-    client.abort(request.id, 1)
+    client.streams.abort(request.id, 1)
     ended = [output.index async for outputs in stream for output in outputs if output.finish]
     assert sorted(ended) == [0, 2]
 
@@ -129,8 +129,8 @@ async def test_a_killed_engine_that_is_not_replaced_fails_every_open_request() -
     await engine.start()
     task = asyncio.create_task(read(engine, make_request("a", 5, max_tokens=LONG)))
     await asyncio.sleep(0.05)
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.process.pid is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
     with pytest.raises(EngineFailed, match=r"code -9.* which dmesg shows: lower"):
         await task
     assert "code -9" in await engine.wait_dead()
@@ -167,7 +167,7 @@ def test_the_engine_dies_with_a_parent_that_is_killed() -> None:
         "async def main():\n"
         "    client = EngineClient(EngineConfig(model=sys.argv[1], scripted=True))\n"
         "    await client.start()\n"
-        "    print(client.pid, flush=True)\n"
+        "    print(client.process.pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )

@@ -33,7 +33,7 @@ started = partial(started_with, tensor_parallel_size=2)
 async def test_a_rank_that_is_killed_is_replaced_and_streams_go_on() -> None:
     async with started() as client:
         alone = [await ids_of(client, request) for request in REQUESTS]
-        engine, rank = client.pid, rank_of(client)
+        engine, rank = client.process.pid, rank_of(client)
         assert engine is not None
         ended_s: list[float] = []
         client.on_restart(lambda: ended_s.append(time.monotonic()))
@@ -73,7 +73,7 @@ async def test_a_rank_that_is_stopped_holds_nobody_up_for_five_seconds() -> None
 @pytest.mark.slow
 async def test_no_rank_is_left_when_its_engine_is_killed() -> None:
     async with started() as client:
-        engine, rank = client.pid, rank_of(client)
+        engine, rank = client.process.pid, rank_of(client)
         assert engine is not None
         has_noticed = asyncio.Event()
         client.on_restart(has_noticed.set)

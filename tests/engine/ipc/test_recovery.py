@@ -66,8 +66,8 @@ def kill_at(client: EngineClient, steps: set[int], number: int = signal.SIGKILL)
     def on_step(report: StepReport) -> None:
         nonlocal num_steps
         num_steps += 1
-        if num_steps in steps and client.pid is not None:
-            os.kill(client.pid, number)
+        if num_steps in steps and client.process.pid is not None:
+            os.kill(client.process.pid, number)
 
     client.on_step(on_step)
 
@@ -92,8 +92,8 @@ async def test_answers_go_on_in_another_process_where_they_stopped(engine: Engin
     assert await asyncio.gather(*(ids_of(engine, r) for r in REQUESTS)) == alone
     await until(lambda: engine.restarts[EndCause.KILLED] == 2)
     await until(lambda: engine.state is EngineState.READY)
-    assert engine.num_open == 0 and engine.num_quarantined == 0
-    assert 1 <= engine.num_resumed <= 2 * len(REQUESTS)
+    assert engine.streams.num_open == 0 and engine.recovery.num_quarantined == 0
+    assert 1 <= engine.recovery.num_resumed <= 2 * len(REQUESTS)
 
 
 async def test_what_was_returned_is_not_returned_again(engine: EngineClient) -> None:
@@ -106,8 +106,8 @@ async def test_what_was_returned_is_not_returned_again(engine: EngineClient) -> 
 
 
 async def test_a_request_that_comes_while_the_engine_restarts_waits(engine: EngineClient) -> None:
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.process.pid is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
     await until(lambda: engine.state is EngineState.RESTARTING)
     assert engine.ready_in_s >= 1
     assert len((await ids_of(engine, make_request("a", 5, max_tokens=7)))[0]) == 7
@@ -117,10 +117,10 @@ async def test_an_answer_that_is_aborted_meanwhile_does_not_come_back(engine: En
     request = make_request("a", 5, n=2, max_tokens=400, temperature=1.0)
     stream = engine.submit(request)
     await anext(stream)
-    assert engine.pid is not None
-    os.kill(engine.pid, signal.SIGKILL)
+    assert engine.process.pid is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
     await until(lambda: engine.state is EngineState.RESTARTING)
-    engine.abort(request.id, 0)
+    engine.streams.abort(request.id, 0)
     rest = [output async for outputs in stream for output in outputs]
     assert {output.index for output in rest if output.finish} == {1}
 
@@ -156,7 +156,7 @@ async def test_a_stopped_process_is_replaced_and_nobody_is_suspected() -> None:
     alone = await ids_of(client, REQUESTS[0])
     kill_at(client, {5}, signal.SIGSTOP)
     assert await asyncio.wait_for(ids_of(client, REQUESTS[0]), 60) == alone
-    assert client.restarts[EndCause.STOPPED] == 1 and client.num_quarantined == 0
+    assert client.restarts[EndCause.STOPPED] == 1 and client.recovery.num_quarantined == 0
     await client.close()
 
 
@@ -180,7 +180,7 @@ async def test_the_request_that_ends_the_engine_twice_fails_and_all_others_go_on
     with pytest.raises(RequestEndedEngine, match="twice"):
         await asyncio.wait_for(outputs_of(client, guilty), 120)
     assert await asyncio.gather(*others) == alone
-    assert client.num_quarantined == 1 and client.restarts[cause] == 2
+    assert client.recovery.num_quarantined == 1 and client.restarts[cause] == 2
     await client.close()
 
 
@@ -193,16 +193,16 @@ async def test_a_kill_during_the_trials_blames_nobody() -> None:
 
     def on_step(report: StepReport) -> None:
         nonlocal killed
-        if client.restarts[EndCause.FAILED] == 1 and not killed and client.pid is not None:
+        if client.restarts[EndCause.FAILED] == 1 and not killed and client.process.pid is not None:
             killed = True
-            os.kill(client.pid, signal.SIGKILL)
+            os.kill(client.process.pid, signal.SIGKILL)
 
     client.on_step(on_step)
     guilty = make_request("guilty", [7, 8, RAISES], max_tokens=20)
     with pytest.raises(RequestEndedEngine):
         await asyncio.wait_for(outputs_of(client, guilty), 120)
     assert await other == alone
-    assert client.num_quarantined == 1
+    assert client.recovery.num_quarantined == 1
     await client.close()
 
 
@@ -220,15 +220,15 @@ async def test_a_crash_loop_ends_with_one_sentence_that_names_the_flag() -> None
 async def test_a_client_that_is_closed_while_it_restarts_leaves_nothing() -> None:
     client = EngineClient(config())
     await client.start()
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)
+    assert client.process.pid is not None
+    os.kill(client.process.pid, signal.SIGKILL)
     await until(lambda: client.state is EngineState.RESTARTING)
     stream = client.submit(make_request("a", 5))
-    await until(lambda: client.pid is not None)
+    await until(lambda: client.process.pid is not None)
     await client.close()
     with pytest.raises(EngineFailed, match="shutting down"):
         await anext(stream)
-    assert client.pid is None
+    assert client.process.pid is None
 
 
 @given(
