@@ -44,6 +44,7 @@ from penstock.engine.hub.model_files import (
     ListedModel,  # a model in the hub's cache or a directory
     ModelFiles,  # what `open_model` returns
 )
+from penstock.engine.hub.model_files import size as shown_size  # as people read it: 16.4 GB
 from penstock.engine.ipc.adapters import AdapterTable  # loads and unloads LoRA adapters
 from penstock.engine.ipc.client import EngineClient  # starts the process, submits requests
 from penstock.engine.ipc.streams import OutputStream  # the outputs of one request
@@ -118,13 +119,6 @@ def models_in(directory: Path) -> list[ListedModel]:
     from penstock.engine.hub.catalog import models_in
 
     return models_in(directory)
-
-
-def shown_size(num_bytes: int) -> str:
-    """As people read it: 16.4 GB."""
-    from penstock.engine.hub.model_files import size
-
-    return size(num_bytes)
 
 
 def read_gguf_tokenizer(path: Path) -> str:

@@ -193,14 +193,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "block_size", "kv_cache_memory_bytes", "num_threads"):
+        for name in (
+            *("max_model_len", "block_size", "kv_cache_memory_bytes", "num_threads"),
+            *("tensor_parallel_size", "pipeline_parallel_size"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidConfig(f"--{name.replace('_', '-')} must be at least 1")
-        if self.tensor_parallel_size < 1:
-            raise InvalidConfig("--tensor-parallel-size must be at least 1")
-        if self.pipeline_parallel_size < 1:
-            raise InvalidConfig("--pipeline-parallel-size must be at least 1")
         if self.max_engine_restarts < 0:
             raise InvalidConfig("--max-engine-restarts must not be negative; 0 is never")
         if self.stall_timeout_s < 3:

@@ -44,6 +44,10 @@ class InvalidModel(PenstockError):
         self.brief = brief or message
 
 
+def unreadable(path: object, error: OSError) -> InvalidModel:
+    return InvalidModel(f"{path} cannot be read: {error.strerror or error}")
+
+
 class UnknownAdapter(PenstockError):
     """The executor has no such LoRA adapter."""
 

@@ -9,13 +9,15 @@ import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.engine.errors import InvalidModel
+from penstock.engine.errors import InvalidModel, unreadable
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.gguf.settings import read_settings
 
 CONFIG = "config.json"
+
+T = TypeVar("T")
 
 # Larger than any model's; what follows from a larger one fails later, and less clearly.
 _MAX_COUNT = 2**31 - 1
@@ -45,7 +47,7 @@ def check_regular(path: Path) -> None:
             ) from None
         return
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "not a file")
         raise InvalidModel(f"{path} is {kind}; a model's files must be regular files")
@@ -61,7 +63,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise InvalidModel(f"{path} is not valid JSON: {error}") from None
 
@@ -143,12 +145,7 @@ class Fields:
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Empty if it is absent."""
-        value = self.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object or null", value)
-        return value
+        return self._typed(name, dict, "an object or null") or {}
 
     def count(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _MAX_COUNT
@@ -172,38 +169,30 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false", value)
-        return value
+        value = self._typed(name, bool, "true or false")
+        return default if value is None else value
 
     def names(self, name: str) -> list[str] | None:
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        value = self._typed(name, list, "a list of names")
+        if not all(isinstance(each, str) for each in value or ()):
             raise self.wrong(name, "a list of names", value)
         return value
 
     def text(self, name: str) -> str | None:
+        return self._typed(name, str, "a string")
+
+    def _typed(self, name: str, kind: type[T], words: str) -> T | None:
         value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(name, "a string", value)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(name, words, value)
         return value
 
     def _required(self, name: str, default: float | None) -> Any:
         value = self.get(name)
-        if value is None:
-            value = default
+        value = default if value is None else value
         if value is None:
             raise InvalidModel(f"{self.path} lacks the field {name!r}")
         return value
 
     def wrong(self, name: str, kind: str, value: object) -> InvalidModel:
         return InvalidModel(f"{self.path}: {name!r} must be {kind}, not {shown(value)}")
-
-
-def _unreadable(path: Path, error: OSError) -> InvalidModel:
-    return InvalidModel(f"{path} cannot be read: {error.strerror or error}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, constants, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from penstock.engine.files.gguf.file import is_gguf, open_gguf, split_names
@@ -65,15 +65,11 @@ def _cached(model: CachedRepoInfo) -> list[ListedModel]:
             _listed(f"{model.repo_id}/{path.relative_to(snapshot)}", path, _num_bytes(path))
             for path in files
         ]
-    return [_cached_directory(model, revision)]
-
-
-def _cached_directory(model: CachedRepoInfo, revision: CachedRevisionInfo) -> ListedModel:
-    listed = _listed(model.repo_id, revision.snapshot_path, revision.size_on_disk)
+    listed = _listed(model.repo_id, snapshot, revision.size_on_disk)
     if listed.problem and any(model.repo_path.glob("blobs/*.incomplete")):
         problem = "its download is not complete; penstock serve continues it"
-        return dataclasses.replace(listed, problem=problem)
-    return listed
+        listed = dataclasses.replace(listed, problem=problem)
+    return [listed]
 
 
 def _listed(name: str, path: Path, num_bytes: int) -> ListedModel:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.config import ModelImpl
+from penstock.engine.errors import unreadable
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import CONFIG, Fields, check_regular
 from penstock.engine.files.safetensors import INDEX, SINGLE, open_safetensors, read_weight_map
@@ -110,7 +111,7 @@ def names_in(directory: Path) -> list[str]:
     try:
         paths = sorted(directory.iterdir())
     except OSError as error:
-        raise InvalidModel(f"{directory} cannot be read: {error.strerror or error}") from None
+        raise unreadable(directory, error) from None
     names = [path.name for path in paths]
     if CONFIG in names:
         return names

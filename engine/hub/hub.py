@@ -161,13 +161,17 @@ class _Repository:
         if wanted is not None or holds_gguf(self._files):
             return self._open_gguf(wanted, needs_weights)
         self._get(self._matching(_DECISIVE))
-        directory = self._snapshot()
+        directory = Path()
+        if CONFIG in self._files:  # else the check says so, and better
+            directory = Path(hf_hub_download(self._name, CONFIG, revision=self._commit)).parent
         where = f"{self._name} on {constants.ENDPOINT}"
         check_model(where, directory, self._files, needs_weights=needs_weights, impl=impl)
         weights = weight_files(where, directory, self._files) if needs_weights else []
         missing = [name for name in weights if not is_cached(self._name, self._commit, name)]
         self._check_space(missing)
-        self._get(self._matching((*_SETTINGS, *self._tokenizer())))
+        name = "tokenizer.json"
+        tokenizer = (name,) if name in self._files else _SLOW_TOKENIZER
+        self._get(self._matching((*_SETTINGS, *tokenizer)))
         if missing:
             return ModelFiles(directory, self._download(missing, CONFIG))
         self._finish(CONFIG)
@@ -184,14 +188,6 @@ class _Repository:
         check_remote(self._name, self._commit, {name: self._files[name].size for name in parts})
         self._check_space(missing)
         return ModelFiles(path, self._download(missing, parts[0]))
-
-    def _snapshot(self) -> Path:
-        if CONFIG not in self._files:  # which the check says better
-            return Path()
-        return Path(hf_hub_download(self._name, CONFIG, revision=self._commit)).parent
-
-    def _tokenizer(self) -> tuple[str, ...]:
-        return ("tokenizer.json",) if "tokenizer.json" in self._files else _SLOW_TOKENIZER
 
     def _matching(self, patterns: Iterable[str]) -> list[str]:
         """The files of these names; `*` does not match a slash."""

@@ -149,9 +149,8 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:
 
 def _value(value: object) -> str:
     """As name=value shows it: in quotes where it could be read as something else."""
-    if isinstance(value, str):
-        is_plain = value and _PLAIN.issuperset(value)
-        return value if is_plain else msgspec.json.encode(value).decode()
+    if isinstance(value, str) and value and _PLAIN.issuperset(value):
+        return value
     return msgspec.json.encode(value).decode()
 
 

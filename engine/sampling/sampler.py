@@ -76,7 +76,8 @@ class _Plan(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The arguments of `sample_ids`, and tensors made of them: slot_ids (S,), uniforms (S, 2)."""
+    """The arguments of `sample_ids`, and tensors made of them: slot_ids (S,); uniforms (S, 2),
+    or none where no row draws."""
 
     logits: Tensor
     slots: list[int]
@@ -211,18 +212,13 @@ class Sampler:
         plans = [self._plans[slot] for slot in slots]
         if any(plans):
             slot_ids = self._tensor(slots)
-            uniforms = self._uniforms_of(plans, slot_ids, lengths)
+            uniforms = torch.empty(0, 2)
+            if any(plan and plan.draws for plan in plans):
+                keys = self._seed.index_select(0, slot_ids)
+                uniforms = _uniforms(keys, self._tensor(lengths))
             step = _Step(logits, slots, lengths, token_table, prompt_lengths, slot_ids, uniforms)
             return self._sample_by_plan(step, plans)
         return self._argmax(logits)
-
-    def _uniforms_of(
-        self, plans: list[_Plan | None], slot_ids: Tensor, lengths: list[int]
-    ) -> Tensor:
-        """Empty if no row draws."""
-        if not any(plan and plan.draws for plan in plans):
-            return torch.empty(0, 2)
-        return _uniforms(self._seed.index_select(0, slot_ids), self._tensor(lengths))
 
     def _sample_by_plan(self, step: _Step, plans: list[_Plan | None]) -> Tensor:
         """Samples the rows of each plan together, so that no row costs what another requested."""

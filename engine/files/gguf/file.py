@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.errors import InvalidModel
+from penstock.engine.errors import InvalidModel, unreadable
 from penstock.engine.files.gguf.header import Header, TensorInfo, parse_header
 
 SUFFIX = ".gguf"
@@ -103,7 +103,7 @@ def read_header(path: Path) -> Header:
                 finally:
                     view.release()
     except OSError as error:
-        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
 
 
 def _identity(path: Path) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _identity(path: Path) -> tuple[int, int]:
             + (f", and download all {len(split_names(path.name))} parts" * ("-of-" in path.name))
         ) from None
     except OSError as error:
-        raise InvalidModel(f"{path} cannot be read: {error.strerror or error}") from None
+        raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
         raise InvalidModel(f"{path} is not a regular file, as a model must be")
     return status.st_size, status.st_mtime_ns

@@ -6,7 +6,6 @@ is damaged, or made to do harm, is one InvalidModel. Source: docs/gguf.md of the
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,12 +243,8 @@ def _shortest(number: float) -> float:
     as 9.999999747378752e-06."""
     if not math.isfinite(number):
         return number
-    return next(shorter for shorter in _rounded(number) if _float32(shorter) == number)
-
-
-def _rounded(number: float) -> Iterator[float]:
-    yield from (float(f"{number:.{digits}g}") for digits in range(6, 10))
-    yield number
+    rounded = (float(f"{number:.{digits}g}") for digits in range(6, 10))
+    return next((shorter for shorter in rounded if _float32(shorter) == number), number)
 
 
 def _float32(number: float) -> float:

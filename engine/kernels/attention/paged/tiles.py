@@ -41,14 +41,9 @@ def shape_constants(shape: AttentionShape) -> dict[str, int]:
         "NUM_HEADS": shape.num_heads,
         "NUM_KV_HEADS": shape.num_kv_heads,
         "HEAD_DIM": shape.head_dim,
-        "DIMS": _padded(shape.head_dim),
+        "DIMS": max(16, next_power_of_2(shape.head_dim)),  # as matrix units need
         "BLOCK_SIZE": shape.block_size,
     }
-
-
-def _padded(head_dim: int) -> int:
-    """Matrix units need powers of two, at least 16."""
-    return max(16, next_power_of_2(head_dim))
 
 
 @triton.jit
