@@ -24,7 +24,7 @@ from penstock.engine.models.layers.linear import (
     StoredLinear,
     stacked,
 )
-from penstock.engine.models.parts.reader import Empty
+from penstock.engine.models.parts.reader import Empty, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Checkpoint:
             )
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Small random weights for performance work; those of one name are the same in every run."""
 
     def __init__(
@@ -180,9 +180,6 @@ class RandomWeights:
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)
         return weight.normal_(std=_STD, generator=self._generator(names[0], weight.device))
-
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self.read(shape, name)
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str

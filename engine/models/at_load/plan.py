@@ -18,6 +18,7 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.reader import WeightSource
 
 # Counts changes of the rounding, of the layers of 8 bits, and of the text: part of the cache's key.
 VERSION = 1
@@ -139,7 +140,7 @@ class Plan:
         return 8 * sum(of.codes.nbytes + of.scales.nbytes for of in sizes) / self.num_weights
 
 
-class _Shapes:
+class _Shapes(WeightSource):
     """A source of weights without data."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -147,9 +148,3 @@ class _Shapes:
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._empty(shape)
-
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self._empty(shape)
-
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> None:
-        return None

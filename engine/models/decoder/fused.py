@@ -27,9 +27,9 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gathered import joined
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
 from penstock.engine.models.layers.fused_linear import (
-    FUSED_LINEARS,
     FUSED_PATH,
     FusedLinear,
+    fused_linear,
     product,
 )
 from penstock.engine.models.lora.slots import AdapterSlots
@@ -123,8 +123,8 @@ class _FusedLayer:
         self.mixer = _MIXERS[type(layer.config.mixer)](layer.mixer, angles)
         self.mlp = layer.mlp
         if layer.mlp is not None:
-            self.gate_up = FUSED_LINEARS.of(layer.mlp.gate_up)
-            self.down = FUSED_LINEARS.of(layer.mlp.down)
+            self.gate_up = fused_linear(layer.mlp.gate_up)
+            self.down = fused_linear(layer.mlp.down)
         self.experts = layer.experts
         if (experts := layer.experts) is not None:
             linears = (experts.router, experts.gate_up, experts.down)
@@ -166,7 +166,7 @@ class FusedModel:
         # other stages have alone.
         groups = [pool.group_of(index) for index in angles]
         self._num_attention_groups = 1 + max(groups, default=-1)
-        self._lm_head = FUSED_LINEARS.of(model.lm_head)
+        self._lm_head = fused_linear(model.lm_head)
         inputs = model.per_layer_inputs
         self._inputs = (
             None if inputs is None else FusedPerLayerInputs(inputs, model.config.norm.eps)

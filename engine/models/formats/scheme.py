@@ -7,8 +7,9 @@ and as float32 where the format implies it.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import gcd
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from penstock.engine.models.layers.weight_formats import LEVELS_FORMAT, CodedLayout, integer_format
 
@@ -55,20 +56,23 @@ class TensorScheme(Scheme):
         """Returns that of one of equal parts of a matrix, whose groups and blocks end where it
         ends: see `Cut`. rows, columns: of the part; 0 where it has all."""
 
-    @abstractmethod
+    @property
+    def _layer(self) -> Any:
+        """The module `layer` of the format's room, which has tensors."""
+        return import_module(f"{type(self).__module__.rpartition('.')[0]}.layer")
+
     def read(self, tensors: "LayerTensors") -> "JoinableLinear":
         """Returns the layer without its bias. Raises InvalidModel."""
+        layer: JoinableLinear = self._layer.read(tensors, self)
+        return layer
 
-    @abstractmethod
     def made_up(
-        self,
-        shape: tuple[int, int],
-        bias: "Tensor | None",
-        std: float,
-        generator: "Generator",
+        self, shape: tuple[int, int], bias: "Tensor | None", std: float, generator: "Generator"
     ) -> "StoredLinear":
         """Returns a layer of as many bytes as one that is read, on the generator's device, whose
         values have this standard deviation."""
+        layer: StoredLinear = self._layer.made_up(self, shape, bias, std, generator)
+        return layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +121,7 @@ class GroupedScheme(TensorScheme):
         return replace(self, group_size=gcd(self.group_size, columns))
 
     def made_up(
-        self,
-        shape: tuple[int, int],
-        bias: "Tensor | None",
-        std: float,
-        generator: "Generator",
+        self, shape: tuple[int, int], bias: "Tensor | None", std: float, generator: "Generator"
     ) -> "StoredLinear":
         from penstock.engine.models.formats.made_up import made_up_grouped
 

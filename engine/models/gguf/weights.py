@@ -24,7 +24,7 @@ from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.gguf.names import EMBEDDING, OUTPUT, STACKED, GgufNames
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import StoredLinear, stacked
-from penstock.engine.models.parts.reader import Empty
+from penstock.engine.models.parts.reader import Empty, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _NUMBERS_AT_ONCE = 2**18
 _PERMUTED = ("attn_q", "attn_k")
 
 
-class GgufWeights:
+class GgufWeights(WeightSource):
     """See `WeightSource`."""
 
     def __init__(self, path: Path, empty: Empty, kept: KeptBytes) -> None:
@@ -66,9 +66,6 @@ class GgufWeights:
             self._widen(name, tensor, fused[start:end])
             start = end
         return fused
-
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self.read(shape, name)
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str

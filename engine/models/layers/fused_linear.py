@@ -3,9 +3,10 @@
 Codes of weights are multiplied in one of four ways, by format and rows: see `FusedCodedLinear`.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from penstock.engine.kernels.codes.numbers import dequantize
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.coded import CodedLinear
-from penstock.engine.models.layers.linear import LinearProducts, PlainLinear, StackedLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 
 # So much of a weight is dequantized at a time: half of the L2 cache of an H100 or H200, where it
 # may still be when cuBLAS reads it; and in whole tiles of cuBLAS.
@@ -29,12 +31,12 @@ _SLAB_ROWS = 128
 MAX_TILED_ROWS = 512
 
 
-class FusedLinear(Protocol):
+class FusedLinear(ABC):
     """One linear layer on the GPU. "Few" is at most `penstock.engine.kernels.linear.MAX_ROWS`."""
 
-    @property
-    def out_features(self) -> int: ...
+    out_features: int
 
+    @abstractmethod
     def few(
         self,
         x: Tensor,
@@ -45,15 +47,16 @@ class FusedLinear(Protocol):
         residual: Tensor | None = None,
     ) -> None:
         """As `skinny_linear`: out = x' W^T + b + residual, x' being x or its RMSNorm."""
-        ...
 
     def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
         """out = silu(gate) * up of x or its RMSNorm, where the layer stacks gate and up."""
-        ...
+        both = x.new_empty(len(x), self.out_features)
+        self.few(x, both, norm=norm, eps=eps)
+        silu_mul(both, out)
 
+    @abstractmethod
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x W^T + b, in `out` if given."""
-        ...
 
 
 def product(linear: FusedLinear, x: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ def product(linear: FusedLinear, x: Tensor) -> Tensor:
     return out
 
 
-class _FusedMatrix:
+class _FusedMatrix(FusedLinear):
     """A layer of one weight. skinny: `skinny_linear` or its like, of that weight."""
 
     def __init__(self, skinny: Callable[..., None], out_features: int, bias: Tensor | None) -> None:
@@ -87,10 +90,8 @@ class _FusedMatrix:
     def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
         if self._bias is None:
             self._skinny(x, out=out, norm=norm, eps=eps, is_gated=True)
-            return
-        both = x.new_empty(len(x), self.out_features)
-        self.few(x, both, norm=norm, eps=eps)
-        silu_mul(both, out)
+        else:
+            super().few_gated(x, out, norm=norm, eps=eps)
 
 
 class FusedPlainLinear(_FusedMatrix):
@@ -150,11 +151,11 @@ class FusedCodedLinear(_FusedMatrix):
                 torch.addmm(self._bias[first : first + rows], x, weight.t(), out=part)
 
 
-class FusedStackedLinear:
+class FusedStackedLinear(FusedLinear):
     """Its parts, one after the other, into their columns of the output."""
 
     def __init__(self, linear: StackedLinear) -> None:
-        self._parts = [FUSED_LINEARS.of(part) for part in linear.parts]
+        self._parts = [fused_linear(part) for part in linear.parts]
         self.out_features = sum(part.out_features for part in self._parts)
 
     def few(
@@ -172,21 +173,20 @@ class FusedStackedLinear:
         for part, columns, added in zip(self._parts, outs, residuals, strict=True):
             part.few(x, columns, norm=norm, eps=eps, residual=added)
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
-        both = x.new_empty(len(x), self.out_features)
-        self.few(x, both, norm=norm, eps=eps)
-        silu_mul(both, out)
-
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.cat([part.many(x) for part in self._parts], dim=1, out=out)
 
 
 FUSED_PATH = "the GPU's fused step"
-FUSED_LINEARS = LinearProducts[FusedLinear](
-    FUSED_PATH,
-    {
-        PlainLinear.weight_format: FusedPlainLinear,
-        CodedLinear.weight_format: FusedCodedLinear,
-        StackedLinear.weight_format: FusedStackedLinear,
-    },
-)
+_BY_FORMAT: Mapping[str, Callable[[Any], FusedLinear]] = {
+    PlainLinear.weight_format: FusedPlainLinear,
+    CodedLinear.weight_format: FusedCodedLinear,
+    StackedLinear.weight_format: FusedStackedLinear,
+}
+
+
+def fused_linear(linear: Linear) -> FusedLinear:
+    """Returns what computes the layer on a GPU. Raises UnsupportedWeightFormat."""
+    if (make := _BY_FORMAT.get(linear.weight_format)) is None:
+        raise UnsupportedWeightFormat(linear.weight_format, FUSED_PATH, _BY_FORMAT)
+    return make(linear)

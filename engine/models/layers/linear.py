@@ -1,16 +1,13 @@
-"""Linear layers in torch, by weight format: how they are read, and how a path chooses what computes
-each format."""
+"""Linear layers in torch, by weight format."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from penstock.engine.models.errors import UnsupportedWeightFormat
 
 # Takes a weight in the model's type and a bias.
 MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
@@ -293,27 +290,3 @@ def _can_pack() -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-Product = TypeVar("Product")
-
-
-class LinearProducts(Generic[Product]):
-    """One path through a model computes linear layers with these, by weight format."""
-
-    def __init__(self, path: str, by_format: Mapping[str, Callable[[Any], Product]]) -> None:
-        """path: its name in error messages. by_format: makes the product of a layer, given it."""
-        self._path = path
-        self._by_format = by_format
-
-    @property
-    def formats(self) -> frozenset[str]:
-        """The weight formats that this path computes."""
-        return frozenset(self._by_format)
-
-    def of(self, linear: Linear) -> Product:
-        """Raises UnsupportedWeightFormat."""
-        make = self._by_format.get(linear.weight_format)
-        if make is None:
-            raise UnsupportedWeightFormat(linear.weight_format, self._path, self._by_format)
-        return make(linear)

@@ -24,14 +24,14 @@ class WeightSource(Protocol):
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         """One of which a step reads few rows: in the type that it is stored in, and where there is
         a file, mapped from it."""
-        ...
+        return self.read(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         """The linear layer of these, in a format of its own; None where the weights are plain.
 
         shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
         """
-        ...
+        return None
 
 
 class PartReader:

@@ -1,6 +1,6 @@
 """Products with weights in codes beside torch's with bfloat16 (cuBLAS), by the number of rows.
 
-As the fused step computes them: `FUSED_LINEARS` chooses the kernel, few rows, tiles or cuBLAS of
+As the fused step computes them: `fused_linear` chooses the kernel, few rows, tiles or cuBLAS of
 dequantized weights. The figures decide MAX_TILED_ROWS, and the tiles of `codes.tiles`.
 """
 
@@ -19,7 +19,7 @@ from penstock.engine.models.formats.fp8.config import Fp8
 from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.formats.scheme import TensorScheme
 from penstock.engine.models.layers.coded import CodedLinear
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.layers.linear import StoredLinear
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.linear_cases import layer_shapes
@@ -88,7 +88,7 @@ def _case(
 
 
 def _call(layer: CodedLinear, x: Tensor, out: Tensor) -> Callable[[], object]:
-    product = FUSED_LINEARS.of(layer)
+    product = fused_linear(layer)
     if len(x) <= MAX_ROWS:
         return partial(product.few, x, out)
     return partial(product.many, x, out)

@@ -11,7 +11,7 @@ from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.memory.pool.kv_codes import decode, encode
 from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
 
@@ -66,7 +66,7 @@ def test_a_row_of_zeros_is_zero() -> None:
 
 def test_many_rows_of_a_layer_with_a_scale_by_row_are_computed_so() -> None:
     weight, x = fp8((1, COLUMNS)), random(ROWS, COLUMNS, dtype=torch.bfloat16)
-    layer = FUSED_LINEARS.of(CodedLinear(weight, None))
+    layer = fused_linear(CodedLinear(weight, None))
     assert torch.equal(layer.many(x), scaled_linear(x, weight))
     out = poisoned(ROWS, OUTPUTS, dtype=torch.bfloat16)
     assert torch.equal(layer.many(x, out), out) and torch.equal(out, scaled_linear(x, weight))

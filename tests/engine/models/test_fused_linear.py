@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.formats.kept import OnGpu
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear, StoredLinear
 from tests.support.kernels import DEVICE, error, poisoned, random
@@ -59,7 +59,7 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
     make: Callable[[], StoredLinear],
 ) -> None:
     linear = make()
-    weight, bias, product = weight_of(linear), random(OUTPUTS), FUSED_LINEARS.of(held(linear))
+    weight, bias, product = weight_of(linear), random(OUTPUTS), fused_linear(held(linear))
     assert product.out_features == OUTPUTS
     x, norm, residual = random(3, COLUMNS), random(COLUMNS, seed=1), random(3, OUTPUTS)
     out = residual.clone()
@@ -84,11 +84,11 @@ def test_a_weight_that_is_larger_than_a_slab_is_dequantized_in_slabs(
     monkeypatch.setattr("penstock.engine.models.layers.fused_linear._SLAB_ROWS", 25)
     linear = stored(coded(4, 32)(random(OUTPUTS, COLUMNS), None))
     weight, x = weight_of(linear), random(520, COLUMNS)
-    assert error(FUSED_LINEARS.of(held(linear)).many(x), x @ weight.T) < TOLERANCE
+    assert error(fused_linear(held(linear)).many(x), x @ weight.T) < TOLERANCE
 
 
 def test_a_part_in_an_unknown_format_is_refused_by_name() -> None:
     weight = torch.ones(4, COLUMNS, device=DEVICE)
     parts: list[Any] = [PlainLinear(weight, None), NegatedLinear(weight, None)]
     with pytest.raises(UnsupportedWeightFormat, match="'negated'"):
-        FUSED_LINEARS.of(StackedLinear(parts))
+        fused_linear(StackedLinear(parts))

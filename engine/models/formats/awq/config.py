@@ -4,14 +4,9 @@ Source of the layout: `WQLinear_GEMM` of AutoAWQ (awq/modules/linear/gemm.py).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.scheme import GroupedScheme
-
-if TYPE_CHECKING:
-    from penstock.engine.models.formats.tensors import LayerTensors
-    from penstock.engine.models.layers.grouped import GroupedLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +14,6 @@ class Awq(GroupedScheme):
     """`qweight`, `qzeros` and `scales` with K first, packed along N in AWQ's own order."""
 
     has_zeros: bool = True
-
-    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
-        from penstock.engine.models.formats.awq.layer import read_awq
-
-        return read_awq(tensors, self)
 
 
 def parse_awq(settings: Settings) -> QuantizationConfig:

@@ -11,7 +11,7 @@ from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def read_awq(tensors: LayerTensors, scheme: Awq) -> GroupedLinear:
+def read(tensors: LayerTensors, scheme: Awq) -> GroupedLinear:
     columns = tensors.in_features
     group_size = scheme.group_size or columns
     groups = -(-columns // group_size)

@@ -5,17 +5,12 @@ Source of the layouts: the compressors of the package compressed-tensors, 0.20.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.engine.files.json_file import shown
 from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.fp4.config import Fp4
 from penstock.engine.models.formats.fp8.config import Fp8, block
 from penstock.engine.models.formats.scheme import GroupedScheme, TensorScheme
-
-if TYPE_CHECKING:
-    from penstock.engine.models.formats.tensors import LayerTensors
-    from penstock.engine.models.layers.grouped import GroupedLinear
 
 _NAME = "compressed-tensors"
 # Strategies whose scales are one for all or one for each row.
@@ -30,11 +25,6 @@ class Integers(GroupedScheme):
     """
 
     is_packed: bool
-
-    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
-        from penstock.engine.models.formats.compressed_tensors.layer import read_integers
-
-        return read_integers(tensors, self)
 
 
 def parse_compressed_tensors(settings: Settings) -> QuantizationConfig:

@@ -8,7 +8,7 @@ from penstock.engine.models.formats.tensors import LayerTensors, unpacked
 from penstock.engine.models.layers.grouped import GroupedLinear
 
 
-def read_integers(tensors: LayerTensors, scheme: Integers) -> GroupedLinear:
+def read(tensors: LayerTensors, scheme: Integers) -> GroupedLinear:
     rows, codes = _packed_codes(tensors, scheme.bits) if scheme.is_packed else _codes(tensors)
     columns = tensors.in_features
     whole_size = scheme.group_size or columns

@@ -1,14 +1,9 @@
 """MXFP4 as gpt-oss has it: of experts alone, which are stacked in the file."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.scheme import GroupedScheme
-
-if TYPE_CHECKING:
-    from penstock.engine.models.formats.tensors import LayerTensors
-    from penstock.engine.models.layers.grouped import GroupedLinear
 
 _EXPERTS = "re:.*\\.mlp\\.experts\\..*"
 # So many columns share a power of two in the microscaling formats.
@@ -38,11 +33,6 @@ class Fp4(GroupedScheme):
     def has_wide_scales(self) -> bool:
         # A power of two is one in float16; e4m3 times a float32 fills a float32.
         return self.global_scale is not None
-
-    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
-        from penstock.engine.models.formats.fp4.layer import read_fp4
-
-        return read_fp4(tensors, self)
 
 
 def parse_mxfp4(settings: Settings) -> QuantizationConfig:

@@ -9,7 +9,7 @@ from penstock.engine.models.layers.grouped import GroupedLinear
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
-def read_fp4(tensors: LayerTensors, scheme: Fp4) -> GroupedLinear:
+def read(tensors: LayerTensors, scheme: Fp4) -> GroupedLinear:
     columns = tensors.in_features
     codes = tensors.codes(scheme.weight, torch.uint8, 2)
     shape = (len(codes), -(-columns // scheme.group_size))

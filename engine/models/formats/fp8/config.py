@@ -2,18 +2,11 @@
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import TYPE_CHECKING
 
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.scheme import FLOAT32_BYTES, TensorScheme
 from penstock.engine.models.layers.weight_formats import FP8_FORMAT, CodedLayout
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
-    from penstock.engine.models.formats.tensors import LayerTensors
-    from penstock.engine.models.layers.fp8 import Fp8Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +36,6 @@ class Fp8(TensorScheme):
         if self.block is None:
             return self
         return replace(self, block=(gcd(self.block[0], rows), gcd(self.block[1], columns)))
-
-    def read(self, tensors: "LayerTensors") -> "Fp8Linear":
-        from penstock.engine.models.formats.fp8.layer import read_fp8
-
-        return read_fp8(tensors, self)
-
-    def made_up(
-        self,
-        shape: tuple[int, int],
-        bias: "Tensor | None",
-        std: float,
-        generator: "Generator",
-    ) -> "Fp8Linear":
-        from penstock.engine.models.formats.fp8.layer import made_up_fp8
-
-        return made_up_fp8(self, shape, bias, std, generator)
 
 
 def parse_fp8(settings: Settings) -> QuantizationConfig:

@@ -10,7 +10,7 @@ from penstock.engine.models.layers.fp8 import Fp8Linear
 _NAN = 0x7F
 
 
-def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Linear:
+def read(tensors: LayerTensors, scheme: Fp8) -> Fp8Linear:
     codes = tensors.codes("weight", torch.float8_e4m3fn)
     if bool((codes[:1].view(torch.uint8) & _NAN == _NAN).any()):
         raise tensors.wrong("weight", "has numbers that are NaN; download the model again")
@@ -29,7 +29,7 @@ def read_fp8(tensors: LayerTensors, scheme: Fp8) -> Fp8Linear:
     return Fp8Linear(part, scales, None, block=(1, width))
 
 
-def made_up_fp8(
+def made_up(
     scheme: Fp8,
     shape: tuple[int, int],
     bias: Tensor | None,

@@ -5,15 +5,11 @@ Source of the layout: `pack` in AutoGPTQ's auto_gptq/nn_modules/qlinear/qlinear_
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.engine.files.json_file import shown
 from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.scheme import GroupedScheme
-
-if TYPE_CHECKING:
-    from penstock.engine.models.formats.tensors import LayerTensors
-    from penstock.engine.models.layers.grouped import GroupedLinear
 
 # By checkpoint_format: what is to be added to the zeros that are stored.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
@@ -27,11 +23,6 @@ class Gptq(GroupedScheme):
     """
 
     zero_offset: int = 1
-
-    def read(self, tensors: "LayerTensors") -> "GroupedLinear":
-        from penstock.engine.models.formats.gptq.layer import read_gptq
-
-        return read_gptq(tensors, self)
 
 
 def parse_gptq(settings: Settings) -> QuantizationConfig:

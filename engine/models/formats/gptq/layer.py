@@ -7,7 +7,7 @@ from penstock.engine.models.formats.tensors import LayerTensors, unpacked
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 
 
-def read_gptq(tensors: LayerTensors, scheme: Gptq) -> GroupedLinear:
+def read(tensors: LayerTensors, scheme: Gptq) -> GroupedLinear:
     columns, bits = tensors.in_features, scheme.bits
     group_size = scheme.group_size or columns
     groups = -(-columns // group_size)

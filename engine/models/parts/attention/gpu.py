@@ -13,7 +13,7 @@ from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.memory.pool.kv_pool import LayerPools
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.parts.attention.layer import AttentionLayer, normed_whole
 from penstock.engine.models.parts.attention.rotary import Angles
 from penstock.engine.step.device_step import DeviceStep, Rotation
@@ -26,8 +26,8 @@ class FusedAttention:
         """Raises UnsupportedWeightFormat."""
         config = layer.config
         assert angles is not None, config
-        self.projections = [FUSED_LINEARS.of(layer.qkv)]
-        self.output = FUSED_LINEARS.of(layer.output)
+        self.projections = [fused_linear(layer.qkv)]
+        self.output = fused_linear(layer.output)
         self.out_shape = config.num_heads, config.head_dim
         self._layer = layer
         self._rotation = Rotation(

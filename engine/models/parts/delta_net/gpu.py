@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from penstock.engine.memory.pool.kv_pool import LayerPools
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS
+from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.parts.delta_net.kernels.chunks import recur_chunks
 from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
 from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
@@ -20,8 +20,8 @@ class FusedDeltaNet:
         """angles: none. Raises UnsupportedWeightFormat."""
         self._weights = layer.weights
         self._shape = layer.config.state_shape(num_layers=1)
-        self.projections = [FUSED_LINEARS.of(layer.qkv), FUSED_LINEARS.of(layer.gates)]
-        self.output = FUSED_LINEARS.of(layer.output)
+        self.projections = [fused_linear(layer.qkv), fused_linear(layer.gates)]
+        self.output = fused_linear(layer.output)
         self.out_shape = (layer.config.num_values,)
 
     def __call__(

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import add_gated, silu_mul
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.fused_linear import fused_linear, product
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.kernels.products import down, gate_up
@@ -30,7 +30,7 @@ class FusedExperts:
         UnsupportedWeightFormat."""
         self._experts = experts
         self._factors = factors
-        self._router = FUSED_LINEARS.of(router)
+        self._router = fused_linear(router)
         self._gate_up, self._down = plain(gate_up), plain(down)
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
@@ -56,8 +56,8 @@ class FusedSharedExpert:
 
     def __init__(self, layer: ExpertsLayer) -> None:
         """Raises UnsupportedWeightFormat."""
-        self._gate_up = FUSED_LINEARS.of(layer.shared_gate_up)
-        self._down = FUSED_LINEARS.of(layer.shared_down)
+        self._gate_up = fused_linear(layer.shared_gate_up)
+        self._down = fused_linear(layer.shared_down)
         self._gate = plain(layer.shared_gate)
 
     def add(self, x: Tensor, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from penstock.engine.models.layers.fused_linear import FUSED_LINEARS, product
+from penstock.engine.models.layers.fused_linear import fused_linear, product
 from penstock.engine.models.parts.per_layer_inputs import kernels
 from penstock.engine.models.parts.per_layer_inputs.layer import (
     PerLayerInputLayer,
@@ -17,7 +17,7 @@ class FusedPerLayerInputs:
         """Raises UnsupportedWeightFormat."""
         self._table = table
         self._eps = eps
-        self._projection = FUSED_LINEARS.of(table.projection)
+        self._projection = fused_linear(table.projection)
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """(T, num_layers, size). embedded: the states before the first layer, (T, hidden_size)."""
@@ -35,8 +35,8 @@ class FusedPerLayerInput:
     def __init__(self, layer: PerLayerInputLayer) -> None:
         """Raises UnsupportedWeightFormat."""
         self.norm = layer.norm
-        self._gate = FUSED_LINEARS.of(layer.gate)
-        self._projection = FUSED_LINEARS.of(layer.projection)
+        self._gate = fused_linear(layer.gate)
+        self._projection = fused_linear(layer.projection)
 
     def __call__(self, index: int, residual: Tensor, inputs: Tensor) -> Tensor:
         """A layer's change by its own input of each token. index: which layer it is. inputs: as
