@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -102,53 +102,51 @@ def quantize(
     InvalidModel.
     """
     torch.set_num_threads(num_threads)
-    model = plan.scheme.model
     allocate = Arena().empty
     float32 = partial(torch.empty, dtype=torch.float32, device=device)
     if config.load_format is LoadFormat.DUMMY:
         rounder = Rounder(RandomWeights(float32, shard=shard), plan, allocate, phases, num_threads)
-        with phases.timed("quantize", _what(plan), total=plan.num_weights, unit="weights"):
-            _round_all(rounder)
+        rounder.round_all()
         return Quantized(plan, rounder, _info(plan, None))
+    checkpoint, model = Checkpoint(model_dir, float32, shard=shard), plan.scheme.model
 
-    checkpoint = Checkpoint(model_dir, float32, shard=shard)
-    share = _share(shard, stage)
-
-    def compared(codes_of: CodesOf, token_ids: list[int]) -> Quality:
+    def compared(codes_of: CodesOf) -> Quality:
         quantized = QuantizedWeights(checkpoint, plan.scheme.parts, codes_of, kept)
         return compare(model, checkpoint, quantized, token_ids, device)
 
+    share = _share(shard, stage)
     # A rank alone cannot compute the model.
     token_ids = [] if share else token_ids_of_text(model_dir, model)
-    directory = cache_directory(model_dir, plan, share)
-    stored = find(directory, plan, allocate)
-    if stored is not None:
-        logger.info("quantized weights: made at an earlier start, and kept in %s", directory)
-        quality = stored.manifest.quality
-        if config.quantization_report and token_ids:
-            with phases.timed("quality", "comparing the quantized model with the unquantized one"):
-                quality = compared(stored, token_ids)
-        _log(plan, quality, is_long=config.quantization_report)
-        return Quantized(plan, stored, _info(plan, quality))
+    rounder = Rounder(checkpoint, plan, allocate, phases, num_threads)
+    return _cached(config, model_dir, rounder, share, compared if token_ids else None)
 
-    with CacheWriter(directory, plan) as writer:
-        rounder = Rounder(checkpoint, plan, allocate, phases, num_threads, writer)
-        quality = None
-        with phases.timed("quantize", _what(plan), total=plan.num_weights, unit="weights"):
-            if token_ids:  # it asks for every part, layer by layer
-                quality = compared(rounder, token_ids)
-            _round_all(rounder)
-        kept_in = writer.finish(plan.scheme.method, model_dir, share, quality)
-    logger.info(
-        "quantized %.3g weights in %.1f s of rounding, %.1f s per billion",
-        plan.num_weights,
-        rounder.seconds,
-        rounder.seconds / plan.num_weights * 1e9,
-    )
-    if kept_in is not None:
-        logger.info("quantized weights: kept in %s for the next start; it may be deleted", kept_in)
+
+def _cached(
+    config: EngineConfig,
+    model_dir: Path,
+    rounder: "Rounder",
+    share: str,
+    compared: Callable[[CodesOf], Quality] | None,
+) -> Quantized:
+    """Returns what is in the cache, or what it writes there. compared: None where there is no text
+    to compare on. Raises InvalidModel."""
+    plan = rounder.plan
+    directory = cache_directory(model_dir, plan, share)
+    codes_of: CodesOf
+    if (stored := find(directory, plan, rounder.allocate)) is not None:
+        logger.info("quantized weights: made at an earlier start, and kept in %s", directory)
+        codes_of, quality = stored, stored.manifest.quality
+        if config.quantization_report and compared is not None:
+            what = "comparing the quantized model with the unquantized one"
+            with rounder.phases.timed("quality", what):
+                quality = compared(stored)
+    else:
+        with CacheWriter(directory, plan) as writer:
+            codes_of, quality = rounder, rounder.round_all(compared, writer)
+            kept_in = writer.finish(plan.scheme.method, model_dir, share, quality)
+        rounder.log(kept_in)
     _log(plan, quality, is_long=config.quantization_report)
-    return Quantized(plan, rounder, _info(plan, quality))
+    return Quantized(plan, codes_of, _info(plan, quality))
 
 
 class Rounder:
@@ -161,17 +159,47 @@ class Rounder:
         allocate: Allocate,
         phases: Phases,
         num_threads: int,
-        writer: CacheWriter | None = None,
     ) -> None:
         """plain: in float32. phases: its current phase is advanced by the weights of each part."""
         self._plain = plain
         self.plan = plan
-        self._allocate = allocate
-        self._phases = phases
+        self.phases = phases
         self._num_threads = num_threads
-        self._writer = writer
+        self.allocate = allocate
+        self._writer: CacheWriter | None = None
         self._made: dict[str, Codes] = {}
         self.seconds = 0.0  # of rounding alone
+
+    def round_all(
+        self,
+        compared: Callable[[CodesOf], Quality] | None = None,
+        writer: CacheWriter | None = None,
+    ) -> Quality | None:
+        """Rounds all parts, and returns what `compared` finds, which asks for every part, layer by
+        layer. Raises InvalidModel."""
+        plan, self._writer = self.plan, writer
+        what = (
+            f"rounding {plan.num_weights:.3g} weights to {plan.scheme.method}, "
+            f"{plan.bits_per_weight:.2f} bits each with their scales"
+        )
+        with self.phases.timed("quantize", what, total=plan.num_weights, unit="weights"):
+            quality = None if compared is None else compared(self)
+            for part in plan.parts:
+                self(part)
+        return quality
+
+    def log(self, kept_in: Path | None) -> None:
+        """kept_in: where the cache is, if it could be written."""
+        num_weights = self.plan.num_weights
+        logger.info(
+            "quantized %.3g weights in %.1f s of rounding, %.1f s per billion",
+            num_weights,
+            self.seconds,
+            self.seconds / num_weights * 1e9,
+        )
+        if kept_in is not None:
+            message = "quantized weights: kept in %s for the next start; it may be deleted"
+            logger.info(message, kept_in)
 
     def __call__(self, part: Part) -> Codes:
         """Raises InvalidModel."""
@@ -180,7 +208,7 @@ class Rounder:
             made = self._made[part.key] = self._round(part)
             if self._writer is not None:
                 self._writer.add(part, made)
-            self._phases.advance(part.rows * part.in_features)
+            self.phases.advance(part.rows * part.in_features)
         return made
 
     def _round(self, part: Part) -> Codes:
@@ -190,7 +218,7 @@ class Rounder:
         weight = self._plain.read(part.shape, *(f"{name}.weight" for name in names))
         start = time.perf_counter()
         try:
-            return rounded(weight, part.kind, self._allocate, self._num_threads)
+            return rounded(weight, part.kind, self.allocate, self._num_threads)
         except NotRoundable:
             raise InvalidModel(
                 f"the layer {' + '.join(names)} has weights that are NaN, infinite or more than "
@@ -211,32 +239,14 @@ def _share(shard: Shard | None, stage: Stage | None) -> str:
     return ", ".join(words)
 
 
-def _round_all(rounder: Rounder) -> None:
-    for part in rounder.plan.parts:
-        rounder(part)
-
-
-def _what(plan: Plan) -> str:
-    return (
-        f"rounding {plan.num_weights:.3g} weights to {plan.scheme.method}, "
-        f"{plan.bits_per_weight:.2f} bits each with their scales"
-    )
-
-
 def _info(plan: Plan, quality: Quality | None) -> QuantizationInfo:
-    info = QuantizationInfo(
+    names = ("num_tokens", "kl_divergence", "top1_agreement")
+    return QuantizationInfo(
         method=plan.scheme.method.value,
         bits=plan.scheme.method.bits,
         bits_per_weight=plan.bits_per_weight,
         group_size=plan.group_size,
-    )
-    if quality is None:
-        return info
-    return replace(
-        info,
-        num_tokens=quality.num_tokens,
-        kl_divergence=quality.kl_divergence,
-        top1_agreement=quality.top1_agreement,
+        **({} if quality is None else {name: getattr(quality, name) for name in names}),
     )
 
 

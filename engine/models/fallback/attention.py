@@ -6,11 +6,11 @@ and what the options mean: transformers' `modeling_utils.AttentionInterface` and
 `eager_attention_forward` of its classes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +28,22 @@ TRACED = "penstock_traced"
 _MAX_SCORES = 2**24
 
 
-class Attends(Protocol):
-    """Computes attention in one pass through a class."""
+class Call(NamedTuple):
+    """How a layer of a class calls attention. query: (T, num_heads, key_dim). key, value: (T,
+    num_kv_heads, key_dim or value_dim). module: the layer's. options: what the class gives
+    besides."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """The mixed values of one layer: (T, num_heads, value_dim).
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any]
 
-        query: (T, num_heads, key_dim). key, value: (T, num_kv_heads, key_dim or value_dim). module:
-        the layer's. options: what the class gives besides.
-        """
-        ...
+
+# Computes attention in one pass through a class: the mixed values of one layer, (T, num_heads,
+# value_dim).
+Attends = Callable[[Call], Tensor]
 
 
 # Not an argument of the class's forward: some classes do not hand theirs on to attention.
@@ -73,7 +71,7 @@ def attention_function(
     """The registry calls it: query (1, num_heads, T, key_dim), key and value likewise; gives (1, T,
     num_heads, value_dim), and no weights."""
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    mixed = _ATTENDS.get().attend(module, query, key, value, attention_mask, options)
+    mixed = _ATTENDS.get()(Call(module, query, key, value, attention_mask, options))
     return mixed[None], None
 
 
@@ -92,25 +90,17 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """`Attends` of one step over the pool, all on one device."""
+    """See `Attends`: one step over the pool, all on one device."""
 
     layers: Mapping[nn.Module, AttentionLayer]
     step: ModelInput
     pool: LayerPools
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        layer, step = self.layers[module], self.step
+    def __call__(self, call: Call) -> Tensor:
+        layer, step, query = self.layers[call.module], self.step, call.query
         keys, values = self.pool.layer(layer.index)
-        store(keys, step.kv_slots, _padded(key, keys))
-        store(values, step.kv_slots, _padded(value, values))
+        store(keys, step.kv_slots, _padded(call.key, keys))
+        store(values, step.kv_slots, _padded(call.value, values))
         mixed = query.new_empty(len(query), layer.num_heads, layer.value_dim)
         for row, context_len in enumerate(step.context_lens):
             first, end = step.query_starts[row], step.query_starts[row + 1]
@@ -127,7 +117,7 @@ class PagedStep:
                 gather(values, table, query.dtype)[0][(*read, slice(layer.value_dim))],
                 step.positions[first:end] - start,
                 layer.window,
-                options,
+                call.options,
             )
         return mixed
 

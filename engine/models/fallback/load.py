@@ -108,19 +108,7 @@ def load_network(
         use_safetensors=True,
         output_loading_info=True,
     )
-    missing = sorted(loaded["missing_keys"]) + [name for name, *_ in loaded["mismatched_keys"]]
-    if missing:
-        raise InvalidModel(
-            f"the safetensors in {model_dir} lack weights of {config.architecture}, or have them "
-            f"in other shapes: {_some(missing)}; download the model again",
-            brief=f"{len(missing)} of its weights are missing",
-        )
-    if unexpected := sorted(loaded["unexpected_keys"]):
-        logger.warning(
-            "transformers' class %s does not read these weights: %s",
-            config.architecture,
-            _some(unexpected),
-        )
+    _check_names(config.architecture, model_dir, loaded)
     for name, parameter in network.named_parameters():
         if not is_finite(parameter.data):
             raise InvalidModel(
@@ -128,6 +116,20 @@ def load_network(
                 "another --dtype, or download the model again"
             )
     return network.eval().to(device)
+
+
+def _check_names(architecture: str, model_dir: Path, loaded: Mapping[str, Any]) -> None:
+    """Raises InvalidModel for missing weights. loaded: what transformers says of all names."""
+    missing = sorted(loaded["missing_keys"]) + [name for name, *_ in loaded["mismatched_keys"]]
+    if missing:
+        raise InvalidModel(
+            f"the safetensors in {model_dir} lack weights of {architecture}, or have them in other "
+            f"shapes: {_some(missing)}; download the model again",
+            brief=f"{len(missing)} of its weights are missing",
+        )
+    if unexpected := sorted(loaded["unexpected_keys"]):
+        message = "transformers' class %s does not read these weights: %s"
+        logger.warning(message, architecture, _some(unexpected))
 
 
 def _settings(served: TransformersClass, fields: Fields) -> Any:

@@ -4,7 +4,7 @@ The class says by its masks which positions a token attends to. What makes a mas
 positions that no short prompt has, up to the longest sequence.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from penstock.engine.models.fallback.attention import (
     PAGED,
     TRACED,
     AttentionLayer,
+    Call,
     attend_densely,
     attention_function,
 )
@@ -55,7 +56,7 @@ def _traced_mask(*, mask_function: _SeesKey, **options: Any) -> Tensor | None:
 
 
 class Trace:
-    """`Attends` of a pass that finds the layers. Attention itself is dense."""
+    """See `Attends`: a pass that finds the layers. Attention itself is dense."""
 
     def __init__(self, architecture: str, max_model_len: int) -> None:
         self._architecture = architecture
@@ -63,15 +64,8 @@ class Trace:
         self._windows: dict[_SeesKey, int | None] = {}
         self.layers: dict[nn.Module, AttentionLayer] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
+    def __call__(self, call: Call) -> Tensor:
+        module, query, key, value, mask, options = call
         for name, given in options.items():
             is_given = given is not None and given is not False
             if is_given and name not in _UNDERSTOOD | _WITHOUT_EFFECT:
