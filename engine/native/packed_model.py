@@ -1,7 +1,5 @@
 """Packs a model: see `Model` and `Layer` of structs.h."""
 
-import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure
 from functools import partial
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
-from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.embedding.layer import multiplier
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.native.packing import Packer, check_format, parts
@@ -24,7 +22,10 @@ def pack_model(
 ) -> tuple[Structure, list[Structure]]:
     """Returns the `Model`, and its layers. Raises UnsupportedWeightFormat, before it packs
     anything."""
-    for linear in _linears(model):
+    for linear in (
+        model.lm_head,
+        *(each for part in model.parts for each in part.linears.values()),
+    ):
         check_format(linear)
     config = model.config
     embedding, head = _pack_ends(packer, model)
@@ -113,10 +114,3 @@ def _ranks(model: LlamaModel) -> Structure:
     group, all_reduce = model.group.all_reduce_lane
     num, first_id = model.group.size, model.shard.first_id
     return structure("Ranks")(group=group, all_reduce=all_reduce, num=num, first_id=first_id)
-
-
-def _linears(model: LlamaModel) -> Iterator[Linear]:
-    yield model.lm_head
-    inputs = () if model.per_layer_inputs is None else (model.per_layer_inputs,)
-    for part in itertools.chain(inputs, *(layer.parts for layer in model.layers)):
-        yield from part.linears.values()

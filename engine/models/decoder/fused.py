@@ -173,8 +173,12 @@ class FusedModel:
         )
         self._fuses = all(map(_fuses, set(model.config.layers)))
         self._multiplier = multiplier(model.config.embedding, model.embedding.dtype)
-        # One buffer for the logits of all steps: a buffer for each graph would take gigabytes. A
-        # stage before the last has none.
+        self._make_logits(max_rows)
+
+    def _make_logits(self, max_rows: int) -> None:
+        """Makes one buffer for the logits of all steps: a buffer for each graph would take
+        gigabytes. A stage before the last has none."""
+        model = self._model
         vocab_size, embedding = self._lm_head.out_features, model.embedding
         self._logits = embedding.new_empty(max_rows, vocab_size)
         self._few_logits = embedding.new_empty(MAX_ROWS, vocab_size, dtype=torch.float32)

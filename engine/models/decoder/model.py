@@ -5,8 +5,9 @@ attention distinguishes them. The output layer gets only the rows that sample, a
 whose logprobs were requested.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -174,36 +175,40 @@ class LlamaModel:
         self.shard = shard or Shard(config)
         self.group, self.pipeline = group, pipeline
         stage = stage or Stage(config, 0, 1)
-        self.first_layer, is_last = stage.layers.start, stage.is_last
-        self._attention = attention
-        self._recurrence = recurrence
+        self.first_layer = stage.layers.start
+        self._attention, self._recurrence = attention, recurrence
         reader = PartReader(weights, make_linear, config.norm)
-        self.embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        self.embedding = empty(0, config.hidden_size)
+        if stage.is_first or (stage.is_last and config.head.is_tied):
+            self.embedding = reader.weight(config.embedding.linears["table"])
+        read = partial(read_layer, config, weights, make_linear, group=group)
         with ThreadPoolExecutor(num_load_threads) as pool:
-            if stage.is_first or (is_last and config.head.is_tied):
-                [table] = config.embedding.linears.values()
-                self.embedding = weights.read(table.shape, f"{table.names[0]}.weight")
-            layers = pool.map(
-                lambda index: read_layer(config, weights, make_linear, index, group),
-                range(config.num_layers),
-            )
-            self.layers = list(layers)
-        self.norm = torch.empty(0, dtype=dtype, device=device)
-        if is_last:
-            self.norm = reader.vector(config.head.vectors["norm"])
-        self.per_layer_inputs: PerLayerInputsTable | None = None
-        parts = [part for layer in self.layers for part in layer.parts]
-        if (inputs := config.per_layer_inputs) is not None:
-            self.per_layer_inputs = PerLayerInputsTable(inputs, reader, maps_table=maps_tables)
-            parts.append(self.per_layer_inputs)
-        self.lm_head = self._output_layer(reader, is_last=is_last)
-        # As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding.
-        ends = self.norm.nbytes + self.lm_head.num_bytes
-        self.step_weight_bytes = ends + sum(part.num_bytes for part in parts)
-        self.expert_bytes = sum(part.expert_bytes for part in parts)
-        self.rotary = RotaryTables(
-            [layer.attention for layer in config.layers], max_model_len, device
+            self.layers = list(pool.map(read, range(config.num_layers)))
+        self.norm = reader.vector(config.head.vectors["norm"]) if stage.is_last else empty(0)
+        self.per_layer_inputs = PerLayerInputsTable.read(
+            config.per_layer_inputs, reader, maps_table=maps_tables
         )
+        self.lm_head = self._output_layer(reader, is_last=stage.is_last)
+        attentions = [layer.attention for layer in config.layers]
+        self.rotary = RotaryTables(attentions, max_model_len, device)
+
+    @property
+    def parts(self) -> Iterator[PartLayer[Any]]:
+        """Those of all layers, and what makes the layers' own inputs."""
+        if self.per_layer_inputs is not None:
+            yield self.per_layer_inputs
+        yield from (part for layer in self.layers for part in layer.parts)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding."""
+        ends = self.norm.nbytes + self.lm_head.num_bytes
+        return ends + sum(part.num_bytes for part in self.parts)
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(part.expert_bytes for part in self.parts)
 
     def _output_layer(self, reader: PartReader, *, is_last: bool) -> Linear:
         """One that is packed and tied to the embedding is in memory twice: the gather of input rows

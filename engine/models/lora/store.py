@@ -158,12 +158,7 @@ class Adapters:
                 directory, self._model, self._dtype, self._device, self._config.max_rank, self._part
             )
             weights = self._make(adapter)
-        if self._others is not None:
-            try:
-                self._others.load_adapter(replace(source, id=adapter_id))
-            except BaseException:
-                self._drop(weights)
-                raise
+        self._load_on_others(replace(source, id=adapter_id), weights)
         loaded = LoadedAdapter(
             id=adapter_id,
             name=source.name,
@@ -182,6 +177,15 @@ class Adapters:
         with self._lock:
             self._held[adapter_id] = _Held(loaded, weights)
         return loaded
+
+    def _load_on_others(self, source: AdapterSource, weights: Any) -> None:
+        """Raises PenstockError, without the weights."""
+        if self._others is not None:
+            try:
+                self._others.load_adapter(source)
+            except BaseException:
+                self._drop(weights)
+                raise
 
     def _drop_unused(self, held: _Held) -> None:
         with self._lock:

@@ -69,6 +69,14 @@ class RankPart:
     shard: Shard | None = None
     first_layer: int = 0
 
+    def sliced(self, matrix: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rank's part of up @ down, a change of this matrix."""
+        if self.shard is None or self.shard.size == 1:
+            return down, up
+        down, up = self.shard.slice_adapter(matrix, down, up)
+        layout = torch.contiguous_format
+        return down.clone(memory_format=layout), up.clone(memory_format=layout)
+
 
 def read_adapter(
     directory: Path,
@@ -94,16 +102,10 @@ def read_adapter(
             if config.applies_to(module):
                 rank, scale = config.rank(module), config.scale(module)
                 highest = max(highest, rank)
-                down, up = tensors.change(module, projection, rank)
-                if not is_own:
-                    continue
-                if part.shard is not None and part.shard.size > 1:
-                    matrix = f"model.layers.{index}.{name}.weight"
-                    down, up = (
-                        each.clone(memory_format=torch.contiguous_format)
-                        for each in part.shard.slice_adapter(matrix, down, up)
-                    )
-                changes[projection.stack].append(Change(own[name], down, up, scale))
+                both = tensors.change(module, projection, rank)
+                if is_own:
+                    down, up = part.sliced(f"model.layers.{index}.{name}.weight", *both)
+                    changes[projection.stack].append(Change(own[name], down, up, scale))
         if is_own:
             layers.append({stack: tuple(each) for stack, each in changes.items()})
     tensors.check_all_taken()

@@ -2,7 +2,7 @@
 them."""
 
 from collections.abc import Callable
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,8 +64,12 @@ class PartReader:
             quantized = weights.quantized(spec.shape, bias, *names)
             if quantized is not None:
                 return quantized
-        weight = weights.read(spec.shape, *(f"{name}.weight" for name in names))
-        return self.make_linear(weight, bias)
+        return self.make_linear(self.weight(spec), bias)
+
+    def weight(self, spec: LinearSpec) -> Tensor:
+        """Reads the plain weight of a linear layer."""
+        names = (f"{self._prefix}{name}.weight" for name in spec.names)
+        return self.weights.read(spec.shape, *names)
 
     def vector(self, spec: VectorSpec) -> Tensor:
         vector = self.weights.read(spec.shape, self._prefix + spec.name)
@@ -87,9 +91,9 @@ class PartLayer(Generic[Settings]):
             setattr(self, name, reader.vector(vector))
 
     @classmethod
-    def read(cls, config: Settings | None, reader: PartReader) -> Self | None:
+    def read(cls, config: Settings | None, reader: PartReader, **options: Any) -> Self | None:
         """Returns None where a layer has no such part."""
-        return None if config is None else cls(config, reader)
+        return None if config is None else cls(config, reader, **options)
 
     @property
     def linears(self) -> dict[str, Linear]:

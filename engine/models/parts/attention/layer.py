@@ -49,28 +49,26 @@ class AttentionLayer(PartLayer[Attention]):
             query = query.flatten(1)
         if config.norms_whole:
             query, own[0] = normed_whole(self, query, own[0])
-        cos, sin = angles.cos.unsqueeze(1), angles.sin.unsqueeze(1)
-
-        def heads(projected: Tensor, norm: Tensor | None) -> Tensor:
-            """Queries or keys as they are multiplied."""
-            each = projected.view(len(x), -1, config.head_dim)
-            if not config.norms_whole:
-                each = normed(each, norm, self.eps)
-            return rotate(each, cos, sin, angles.rotary_dim)
-
         if own:
             value = own[-1].view(len(x), -1, config.head_dim)
             if config.norms_values:
                 value = unit_norm(value, self.eps)
-            store(keys, step.kv_slots, heads(own[0], self.key_norm))
+            store(keys, step.kv_slots, self._heads(own[0], self.key_norm, angles))
             store(values, step.kv_slots, value)
-        query = heads(query, self.query_norm)
+        query = self._heads(query, self.query_norm, angles)
         if angles.query_factors is not None:
             query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
         mixed = attention(query, keys, values, step, config.window, self.sinks)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return adapted(self.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)
+
+    def _heads(self, projected: Tensor, norm: Tensor | None, angles: Angles) -> Tensor:
+        """Queries or keys as they are multiplied."""
+        each = projected.view(len(projected), -1, self.config.head_dim)
+        if not self.config.norms_whole:
+            each = normed(each, norm, self.eps)
+        return rotate(each, angles.cos.unsqueeze(1), angles.sin.unsqueeze(1), angles.rotary_dim)
 
 
 def normed_whole(layer: AttentionLayer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
