@@ -37,7 +37,7 @@ class NativeModel:
         config = model.config
         assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
         self._library, self._group, self._pipeline = library, model.group, model.pipeline
-        self._first_layer = model.first_layer
+        self._first_layer = model.stage.layers.start
         self._num_passed = num_passed(config)
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size

@@ -76,9 +76,8 @@ def compare(
     tokens."""
     sides = (unquantized, quantized)
     step = _prompt(token_ids, device)
-    angles = RotaryTables([layer.attention for layer in model.layers], len(token_ids), device).at(
-        step.positions
-    )
+    attentions = (layer.attention for layer in model.layers)
+    angles = RotaryTables(attentions, len(token_ids), device).at(step.positions)
     embedding = unquantized.read((model.vocab_size, model.hidden_size), "model.embed_tokens.weight")
     states = [embed(model.embedding, embedding, step.token_ids)] * 2
     del embedding

@@ -174,23 +174,17 @@ class LlamaModel:
         self.config = config
         self.shard = shard or Shard(config)
         self.group, self.pipeline = group, pipeline
-        stage = stage or Stage(config, 0, 1)
-        self.first_layer = stage.layers.start
+        self.stage = stage = stage or Stage(config, 0, 1)
         self._attention, self._recurrence = attention, recurrence
         reader = PartReader(weights, make_linear, config.norm)
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        self.embedding = empty(0, config.hidden_size)
-        if stage.is_first or (stage.is_last and config.head.is_tied):
-            self.embedding = reader.weight(config.embedding.linears["table"])
         read = partial(read_layer, config, weights, make_linear, group=group)
         with ThreadPoolExecutor(num_load_threads) as pool:
             self.layers = list(pool.map(read, range(config.num_layers)))
-        self.norm = reader.vector(config.head.vectors["norm"]) if stage.is_last else empty(0)
         self.per_layer_inputs = PerLayerInputsTable.read(
             config.per_layer_inputs, reader, maps_table=maps_tables
         )
-        self.lm_head = self._output_layer(reader, is_last=stage.is_last)
-        attentions = [layer.attention for layer in config.layers]
+        self._read_ends(reader, partial(torch.empty, dtype=dtype, device=device))
+        attentions = (layer.attention for layer in config.layers)
         self.rotary = RotaryTables(attentions, max_model_len, device)
 
     @property
@@ -210,16 +204,23 @@ class LlamaModel:
     def expert_bytes(self) -> int:
         return sum(part.expert_bytes for part in self.parts)
 
-    def _output_layer(self, reader: PartReader, *, is_last: bool) -> Linear:
-        """One that is packed and tied to the embedding is in memory twice: the gather of input rows
-        needs the plain matrix."""
-        if not is_last:
-            return PlainLinear(self.embedding[:0], None)
-        output = self.config.head.linears["output"]
-        if not self.config.head.is_tied:
-            return reader.linear(output)
-        quantized = reader.weights.quantized(output.shape, None, *output.names)
-        return quantized or reader.make_linear(self.embedding, None)
+    def _read_ends(self, reader: PartReader, empty: Callable[..., Tensor]) -> None:
+        """Reads the embedding, the final norm and the output layer, where the stage has them."""
+        stage, config, head = self.stage, self.config, self.config.head
+        has_table = stage.is_first or (stage.is_last and head.is_tied)
+        table = config.embedding.linears["table"]
+        self.embedding = reader.weight(table) if has_table else empty(0, config.hidden_size)
+        self.norm = reader.vector(head.vectors["norm"]) if stage.is_last else empty(0)
+        output = head.linears["output"]
+        self.lm_head: Linear
+        if not stage.is_last:
+            self.lm_head = PlainLinear(self.embedding[:0], None)
+        elif not head.is_tied:
+            self.lm_head = reader.linear(output)
+        else:
+            # A packed one is in memory twice: the gather of input rows needs the plain matrix.
+            quantized = reader.weights.quantized(output.shape, None, *output.names)
+            self.lm_head = quantized or reader.make_linear(self.embedding, None)
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         return self.logits(self.states(step, pool, step.sample_rows))
@@ -236,7 +237,7 @@ class LlamaModel:
         segments: Segments = segments_of(steps[-1]) if any(self.config.recurrent) else ()
         for index, layer in enumerate(self.layers):
             if self.group:
-                self.group.doing.phase = f"layer {self.first_layer + index}"
+                self.group.doing.phase = f"layer {self.stage.layers.start + index}"
             x, mixer = layer.normed(residual), layer.mixer
             if isinstance(mixer, DeltaNetLayer):
                 mixed = mixer(x, self._recurrence, *pool.states(index), segments)

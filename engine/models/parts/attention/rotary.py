@@ -1,7 +1,7 @@
 """Rotary position embedding: the tables of angles, and the rotation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class RotaryTables:
     Layers with the same angles share them."""
 
     def __init__(
-        self, layers: Sequence[Attention | None], num_positions: int, device: torch.device
+        self, layers: Iterable[Attention | None], num_positions: int, device: torch.device
     ) -> None:
         """layers: None for one without attention."""
         tables: dict[tuple[object, ...], Angles] = {}
