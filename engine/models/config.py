@@ -23,12 +23,11 @@ from penstock.engine.models.formats.parse import read_quantization
 from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import longest_sequence
-from penstock.engine.models.parts.embedding.config import Embedding
 from penstock.engine.models.parts.experts.config import Experts
-from penstock.engine.models.parts.head.config import Head
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, NormKind, Part, TensorTable
+from penstock.engine.models.parts.vocabulary.config import Embedding, Head
 from penstock.engine.step.model_info import RoutedExperts
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ def gather_input(
 
     library: see `load_library`. The tables are contiguous.
     """
-    *groups, _, max_blocks = block_tables.shape
+    *groups, num_slots, max_blocks = block_tables.shape
     num_sequences, num_tokens = len(batch.slots), sum(batch.num_tokens)
     token_ids, positions = torch.empty(2, num_tokens, dtype=torch.int64).unbind()
     query_starts = [0, *accumulate(batch.num_tokens)]
@@ -40,24 +40,12 @@ def gather_input(
         num_decodes=batch.num_decodes,
         sample_rows=torch.tensor([end - 1 for end, samples in ends if samples], dtype=torch.int64),
     )
-    _fill(library, step, batch, token_table, block_tables, block_size)
-    return step
-
-
-def _fill(
-    library: ctypes.CDLL,
-    step: ModelInput,
-    batch: ScheduledBatch,
-    token_table: Tensor,
-    block_tables: Tensor,
-    block_size: int,
-) -> None:
-    *groups, num_slots, max_blocks = block_tables.shape
-    numbers = c_int64 * len(batch.slots)
-    slots, starts = numbers(*batch.slots), numbers(*batch.starts)
-    counts = numbers(*batch.num_tokens)
+    numbers = c_int64 * num_sequences
+    slots, starts, counts = (
+        numbers(*each) for each in (batch.slots, batch.starts, batch.num_tokens)
+    )
     wanted = _GATHER(
-        sequences=len(batch.slots),
+        sequences=num_sequences,
         tokens_step=token_table.shape[1],
         max_blocks=max_blocks,
         block_size=block_size,
@@ -72,6 +60,7 @@ def _fill(
         blocks=step.block_tables.data_ptr(),
         groups=groups[0] if groups else 1,
         slots_of_group=num_slots,
-        tokens=len(step.token_ids),
+        tokens=num_tokens,
     )
     library.penstock_gather(ctypes.byref(wanted))
+    return step

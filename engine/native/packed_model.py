@@ -9,8 +9,8 @@ from torch import Tensor
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.parts.embedding.layer import multiplier
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.native.packing import Packer, check_format, parts
 from penstock.engine.native.parts.attention import AttentionPacker
 from penstock.engine.native.structures import structure

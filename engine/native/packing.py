@@ -13,17 +13,13 @@ from torch.nn import functional
 
 from penstock.engine.memory.host import Arena, zeros_on_touch
 from penstock.engine.models.errors import UnsupportedWeightFormat
-from penstock.engine.models.layers.grouped import NATIVE_GROUP_MULTIPLE
-from penstock.engine.models.layers.linear import (
-    BAND,
-    Linear,
-    PackableLinear,
-    PlainLinear,
-    StackedLinear,
-)
+from penstock.engine.models.layers.fp8 import Fp8Linear
+from penstock.engine.models.layers.grouped import NATIVE_GROUP_MULTIPLE, GroupedLinear
+from penstock.engine.models.layers.linear import BAND, Linear, PlainLinear, StackedLinear
 from penstock.engine.native.library import CODE_FORMATS, format_number
 from penstock.engine.native.structures import structure
 
+Packable = PlainLinear | GroupedLinear | Fp8Linear
 PATH = "the compiled CPU step"
 FORMATS = (PlainLinear.weight_format, *CODE_FORMATS, StackedLinear.weight_format)
 """The formats that `Packer` packs."""
@@ -84,7 +80,7 @@ class Packer:
             layer.release()
         return packed
 
-    def packed(self, layer: PackableLinear) -> Structure:
+    def packed(self, layer: Packable) -> Structure:
         number = format_number(layer.weight_format)
         assert not number or self._library.penstock_formats() >> number & 1, layer.weight_format
         return structure("Linear")(
@@ -133,16 +129,16 @@ def check_format(linear: Linear) -> None:
     _stored(linear)
 
 
-def _stored(linear: Linear) -> list[PackableLinear]:
+def _stored(linear: Linear) -> list[Packable]:
     """Returns the layers that are stacked in this one. Raises UnsupportedWeightFormat."""
     if linear.weight_format not in FORMATS:
         raise UnsupportedWeightFormat(linear.weight_format, PATH, FORMATS)
     if isinstance(linear, StackedLinear):
         return [each for part in linear.parts for each in _stored(part)]
-    return [cast(PackableLinear, linear)]
+    return [cast(Packable, linear)]
 
 
-def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[PackableLinear]:
+def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     """Returns the layers that are stacked in this one: in codes that are integers all, and in the
     same groups, or none, so that they read the same activations.
 
@@ -151,8 +147,7 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[PackableLinear
     layers = _stored(linear)
     if rows and len(layers) == 1:
         ends = itertools.accumulate(rows)
-        each = (layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True))
-        layers = [cast(PackableLinear, layer) for layer in each]
+        layers = [layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True)]
     groups = [layer.code_group for layer in layers if layer.code_group is not None]
     if not groups:
         return [each if each.has_packable_codes else _widened(each, dtype) for each in layers]
@@ -163,7 +158,7 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[PackableLinear
     return [layer.regrouped(group) for layer in layers]
 
 
-def _widened(layer: PackableLinear, dtype: torch.dtype) -> PackableLinear:
+def _widened(layer: Packable, dtype: torch.dtype) -> Packable:
     if isinstance(layer, PlainLinear):
         return layer
     weight = torch.empty((layer.out_features, layer.in_features), dtype=dtype)

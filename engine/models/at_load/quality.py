@@ -22,11 +22,10 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import read_layer
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.attention.rotary import RotaryTables
-from penstock.engine.models.parts.embedding.layer import embed
-from penstock.engine.models.parts.head.layer import scaled_logits
 from penstock.engine.models.parts.norm.layer import rms_norm
 from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
 from penstock.engine.models.parts.reader import PartReader, WeightSource
+from penstock.engine.models.parts.vocabulary.layer import embed, scaled_logits
 from penstock.engine.step.model_input import ModelInput
 
 # More take longer than the rounding itself: each weight is multiplied by each token in both models.

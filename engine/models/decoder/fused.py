@@ -38,7 +38,6 @@ from penstock.engine.models.parts.attention.gpu import FusedAttention
 from penstock.engine.models.parts.attention.rotary import Angles
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.gpu import FusedDeltaNet
-from penstock.engine.models.parts.embedding.layer import multiplier
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts, FusedSharedExpert
 from penstock.engine.models.parts.layer import Layer
@@ -50,6 +49,7 @@ from penstock.engine.models.parts.per_layer_inputs.gpu import (
     FusedPerLayerInputs,
 )
 from penstock.engine.models.parts.tensors import Part, Stack
+from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.ranks.device_pipeline import DevicePipeline
 from penstock.engine.step.device_step import AdapterTiles, DeviceStep
 

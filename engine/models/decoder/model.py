@@ -30,9 +30,7 @@ from penstock.engine.models.parts.delta_net.layer import (
     segments_of,
     torch_recurrence,
 )
-from penstock.engine.models.parts.embedding.layer import embed
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
-from penstock.engine.models.parts.head.layer import scaled_logits
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.layer import MLPLayer
 from penstock.engine.models.parts.norm.layer import NormsLayer, normed, rms_norm
@@ -42,6 +40,7 @@ from penstock.engine.models.parts.per_layer_inputs.layer import (
 )
 from penstock.engine.models.parts.reader import PartLayer, PartReader, WeightSource, summed
 from penstock.engine.models.parts.tensors import Part
+from penstock.engine.models.parts.vocabulary.layer import embed, scaled_logits
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.step.model_input import ModelInput

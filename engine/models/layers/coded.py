@@ -67,7 +67,12 @@ class CodedLinear(_SlowLinear):
 
 
 class CodesLinear(_SlowLinear):
-    """A layer of codes that a GPU may compute as a `CodedLinear`, and the compiled CPU step."""
+    """A layer of codes that a GPU may compute as a `CodedLinear`, and the compiled CPU step.
+
+    code_group: the largest groups that codes of integers can be split into, within the step's
+    bounds; None where the weights are no such codes. has_packable_codes: whether the step computes
+    them as they are stored; others become plain.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -87,11 +92,11 @@ class CodesLinear(_SlowLinear):
         return None if weight is None else CodedLinear(weight, self.bias)
 
     def regrouped(self, group_size: int) -> Self:
-        """See `PackableLinear`; of codes that are no integers, nothing changes."""
+        """Returns the same weights in smaller groups, of a size that divides theirs."""
         return self
 
     def release(self) -> None:
-        """See `PackableLinear`."""
+        """Frees what has been packed; the layer cannot compute any more."""
         self.codes, self.scales = self.codes.new_empty(0), self.scales.new_empty(0)
 
 

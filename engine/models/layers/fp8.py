@@ -89,7 +89,7 @@ class Fp8Linear(CodesLinear):
         return self.in_features % 2 == 0 and (width % 2 == 0 or width >= self.in_features)
 
     def packed(self, bands: Bands) -> dict[str, Any]:
-        """See fp8.h. Raises InvalidModel."""
+        """Returns fields of `Linear` (structs.h): see fp8.h. Raises InvalidModel."""
         (rows, columns), (height, width) = self.codes.shape, self.block
         packed = bands.codes("fp8", self.codes.view(torch.uint8), columns, rows, columns)
         if packed is None:

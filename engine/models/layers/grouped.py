@@ -117,7 +117,6 @@ class GroupedLinear(CodesLinear):
 
     @property
     def code_group(self) -> int:
-        """See `PackableLinear`."""
         if self.has_blocks:
             return self.group_size
         if self.group_size >= self.in_features:  # one scale a row
@@ -126,7 +125,7 @@ class GroupedLinear(CodesLinear):
         return max((size for size in sizes if self.group_size % size == 0), default=1)
 
     def packed(self, bands: Bands) -> dict[str, Any]:
-        """See `PackableLinear`, grouped.h and blocks.h."""
+        """Returns fields of `Linear` (structs.h): see grouped.h and blocks.h."""
         groups = -(-self.in_features // self.group_size)
         row_bytes = groups * self.group_size * self.bits // 8
         sizes = (self.out_features, self.in_features, self.bits)
@@ -158,7 +157,6 @@ class GroupedLinear(CodesLinear):
         self.high = self.minima = self.factors = self.minimum_factors = None
 
     def regrouped(self, group_size: int) -> "GroupedLinear":
-        """See `PackableLinear`."""
         if self.group_size == group_size:
             return self
         groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size

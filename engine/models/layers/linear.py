@@ -90,36 +90,6 @@ class Bands(Protocol):
         ...
 
 
-class PackableLinear(StoredLinear, Protocol):
-    """One that the compiled CPU step can compute."""
-
-    bias: Tensor | None
-    in_features: int
-
-    @property
-    def code_group(self) -> int | None:
-        """The largest groups that codes of integers can be split into, within the step's bounds;
-        None where the weights are no such codes."""
-        ...
-
-    @property
-    def has_packable_codes(self) -> bool:
-        """Whether the step computes its weights as they are stored; others become plain."""
-        ...
-
-    def regrouped(self, group_size: int) -> "PackableLinear":
-        """Returns the same weights in smaller groups, of a size that divides theirs."""
-        ...
-
-    def packed(self, bands: Bands) -> dict[str, Any]:
-        """Returns fields of `Linear` (structs.h). Raises InvalidModel."""
-        ...
-
-    def release(self) -> None:
-        """Frees what has been packed; the layer cannot compute any more."""
-        ...
-
-
 @dataclass(eq=False)
 class PlainLinear:
     """weight: (out_features, in_features), as in the checkpoint."""

@@ -13,11 +13,10 @@
 #include "context.h"
 #include "inputs.h"
 #include "models/parts/attention/step.h"
-#include "models/parts/embedding/step.h"
 #include "models/parts/experts/step.h"
-#include "models/parts/head/step.h"
 #include "models/parts/mlp/step.h"
 #include "models/parts/per_layer_inputs/step.h"
+#include "models/parts/vocabulary/step.h"
 
 namespace {
 

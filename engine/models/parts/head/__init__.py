@@ -1,1 +1,0 @@
-"""The final norm and the output layer."""
