@@ -291,12 +291,12 @@ class ModelConfig:
     @property
     def weight_formats(self) -> frozenset[str]:
         """The formats of the linear layers that are quantized in the checkpoint."""
-        return frozenset(scheme.weight_format for _, scheme, _ in self.quantized_layers())
+        return frozenset(scheme.weight_format for _, scheme, *_ in self.quantized_layers())
 
     def _saved_bytes(self, dtype_bytes: int, kept: KeptBytes | None, *, are_routed: bool) -> int:
         """How many fewer bytes the layers have that are quantized."""
         saved = 0
-        for _, scheme, (rows, columns), linear in self._quantized():
+        for _, scheme, (rows, columns), linear in self.quantized_layers():
             if (linear.num_used is not None) is not are_routed:
                 continue
             held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
@@ -306,14 +306,13 @@ class ModelConfig:
 
     def has_widened(self, kept: KeptBytes) -> bool:
         """Whether any layer that is quantized becomes plain."""
-        return any(kept(scheme, *shape) is None for _, scheme, shape in self.quantized_layers())
+        return any(kept(scheme, *shape) is None for _, scheme, shape, _ in self.quantized_layers())
 
-    def quantized_layers(self) -> Iterator[tuple[str, TensorScheme, tuple[int, int]]]:
-        """The name, scheme and shape of each matrix that config.json says is quantized."""
-        for name, scheme, shape, _ in self._quantized():
-            yield name, scheme, shape
-
-    def _quantized(self) -> Iterator[tuple[str, TensorScheme, tuple[int, int], LinearSpec]]:
+    def quantized_layers(
+        self,
+    ) -> Iterator[tuple[str, TensorScheme, tuple[int, int], LinearSpec]]:
+        """The name, scheme and shape of each matrix that config.json says is quantized, and the
+        layer that has it."""
         if self.quantization is not None:
             for name, shape, linear in self._quantizable():
                 scheme = self.quantization.scheme_of_part(name, shape)

@@ -34,17 +34,12 @@ class Shard:
     def __post_init__(self) -> None:
         """Raises InvalidConfig for a model that cannot be split so."""
         size, flag = self.size, f"--tensor-parallel-size {self.size}"
-        for name, count in self._counts:
-            if count % size:
+        for name, count, is_shared in self._counts:
+            if not _divides(count, size, is_shared=is_shared):
+                fits = f"neither a multiple of {size} nor a divisor" if is_shared else None
                 raise InvalidConfig(
-                    f"{flag}: this model's {name} is {count}, which is not a multiple of {size}; "
-                    f"use {self._possible}"
-                )
-        for name, count in self._shared_counts:
-            if count % size and size % count:
-                raise InvalidConfig(
-                    f"{flag}: this model's {name} is {count}, which is neither a multiple of "
-                    f"{size} nor a divisor; use {self._possible}"
+                    f"{flag}: this model's {name} is {count}, which is "
+                    f"{fits or f'not a multiple of {size}'}; use {self._possible}"
                 )
         for columns, width in sorted(self._coded):
             if not _keeps_groups(columns, width, size):
@@ -56,16 +51,12 @@ class Shard:
                 )
 
     @cached_property
-    def _counts(self) -> list[tuple[str, int]]:
-        """Lists the counts that ranks must divide evenly: config.json's key, and how many."""
-        axes = (axis for axis in self.model.axes if not axis.is_shared and not axis.is_padded)
-        return list(dict.fromkeys((axis.key or "", axis.count) for axis in axes))
-
-    @cached_property
-    def _shared_counts(self) -> list[tuple[str, int]]:
-        """The same of units of which several ranks have the same one, where ranks are more."""
-        axes = (axis for axis in self.model.axes if axis.is_shared)
-        return list(dict.fromkeys((axis.key or "", axis.count) for axis in axes))
+    def _counts(self) -> list[tuple[str, int, bool]]:
+        """Lists the counts that ranks must divide: config.json's key, how many, and whether several
+        ranks may have the same one."""
+        axes = (axis for axis in self.model.axes if not axis.is_padded)
+        counts = dict.fromkeys((axis.key or "", axis.count, axis.is_shared) for axis in axes)
+        return sorted(counts, key=lambda count: count[2])
 
     @cached_property
     def _coded(self) -> frozenset[tuple[int, int]]:
@@ -73,7 +64,7 @@ class Shard:
         scale."""
         return frozenset(
             (columns, scheme.columns_of_scale or columns)
-            for name, scheme, (_, columns) in self.model.quantized_layers()
+            for name, scheme, (_, columns), _ in self.model.quantized_layers()
             if self.cut(name).columns is not None
         )
 
@@ -84,8 +75,7 @@ class Shard:
         sizes = [
             str(size)
             for size in range(1, 17)
-            if not any(count % size for _, count in self._counts)
-            and not any(count % size and size % count for _, count in self._shared_counts)
+            if all(_divides(n, size, is_shared=is_shared) for _, n, is_shared in self._counts)
             and all(_keeps_groups(*each, size) for each in self._coded)
         ]
         return " or ".join(sizes)
@@ -130,6 +120,10 @@ class Shard:
         spans = (axis.span(self.rank, self.size) for axis in rows)
         own = tuple(span for span in spans if span is not None)
         return Cut(own or None, None if columns is None else columns.span(self.rank, self.size))
+
+
+def _divides(count: int, size: int, *, is_shared: bool) -> bool:
+    return count % size == 0 or (is_shared and size % count == 0)
 
 
 def _keeps_groups(columns: int, width: int, size: int) -> bool:

@@ -132,7 +132,7 @@ def layer_weights(model: ModelConfig) -> list[int]:
     """Returns the shares of a step's time: bytes of each layer's matrices as they are stored, or
     in 16 bits, and last those of the output layer."""
     of_layers = [model.matrix_weights(layer) * _PLAIN_BYTES for layer in range(model.num_layers)]
-    for name, scheme, (rows, columns) in model.quantized_layers():
+    for name, scheme, (rows, columns), _ in model.quantized_layers():
         index, _ = index_and_name(name)
         if index is not None:
             of_layers[index] -= rows * columns * _PLAIN_BYTES - scheme.num_bytes(rows, columns)

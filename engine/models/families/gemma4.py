@@ -12,7 +12,13 @@ from typing import Any
 from penstock.engine.files.json_file import Fields, shown_json
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.families.outline import Design, Ropes, ropes_by_kind
+from penstock.engine.models.families.outline import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    Design,
+    Ropes,
+    ropes_by_kind,
+)
 from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, full_every
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
 from penstock.engine.models.parts.layer import Layer
@@ -132,15 +138,15 @@ def _check_sources(fields: Fields, num_layers: int, num_shared: int) -> None:
 def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
     """Reads the heads of full attention's layers; None where they are as those of the others."""
     default = KVHeads(
-        fields.count("num_key_value_heads", most=_MAX_HEADS),
-        fields.count("head_dim", most=_MAX_HEAD_DIM),
+        fields.count("num_key_value_heads", most=MAX_HEADS),
+        fields.count("head_dim", most=MAX_HEAD_DIM),
     )
     content = fields.get("per_layer_config")
     if content is None:
         num = default.num_kv_heads
         if fields.flag("attention_k_eq_v"):
-            num = fields.count("num_global_key_value_heads", default=num, most=_MAX_HEADS)
-        heads = KVHeads(num, fields.count("global_head_dim", _FULL_HEAD_DIM, most=_MAX_HEAD_DIM))
+            num = fields.count("num_global_key_value_heads", default=num, most=MAX_HEADS)
+        heads = KVHeads(num, fields.count("global_head_dim", _FULL_HEAD_DIM, most=MAX_HEAD_DIM))
     else:
         heads = _heads_by_layer(fields, num_layers, default)
     for key in ("global_head_dim", "num_global_key_value_heads"):  # without an effect, if unread
@@ -171,8 +177,8 @@ def _heads_by_layer(fields: Fields, num_layers: int, default: KVHeads) -> KVHead
             )
         own = Fields(f"{fields.path}: per_layer_config.{name}", of_layer)
         heads = KVHeads(
-            own.count("num_key_value_heads", default=default.num_kv_heads, most=_MAX_HEADS),
-            own.count("head_dim", default=default.head_dim, most=_MAX_HEAD_DIM),
+            own.count("num_key_value_heads", default=default.num_kv_heads, most=MAX_HEADS),
+            own.count("head_dim", default=default.head_dim, most=MAX_HEAD_DIM),
         )
         if heads != default:  # some files list all layers
             found[name] = heads
@@ -223,6 +229,4 @@ def _experts(fields: Fields) -> Experts | None:
     )
 
 
-_MAX_HEADS = 2**16
-_MAX_HEAD_DIM = 2**16
 _KEYS_OF_LAYERS = frozenset({"head_dim", "num_key_value_heads"})

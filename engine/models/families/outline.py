@@ -19,8 +19,8 @@ from penstock.engine.models.parts.tensors import NormKind, Part
 
 # Far more than any model has: absurd sizes are refused before anything is allocated for them.
 _MAX_LAYERS = 10_000
-_MAX_HEADS = 2**16
-_MAX_HEAD_DIM = 2**16
+MAX_HEADS = 2**16
+MAX_HEAD_DIM = 2**16
 _MAX_VOCABULARY = 2**24
 
 Settings = Mapping[str, Any]
@@ -126,10 +126,10 @@ class Outline:
         """Raises InvalidModel."""
         self.fields, self._family = fields, family
         self._num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
-        self._num_heads = heads = fields.count("num_attention_heads", most=_MAX_HEADS)
-        self._num_kv_heads = fields.count("num_key_value_heads", default=heads, most=_MAX_HEADS)
+        self._num_heads = heads = fields.count("num_attention_heads", most=MAX_HEADS)
+        self._num_kv_heads = fields.count("num_key_value_heads", default=heads, most=MAX_HEADS)
         self._hidden_size = hidden = fields.count("hidden_size", most=MAX_WIDTH)
-        self.head_dim = fields.count("head_dim", default=hidden // heads, most=_MAX_HEAD_DIM)
+        self.head_dim = fields.count("head_dim", default=hidden // heads, most=MAX_HEAD_DIM)
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         self.sizes = {"hidden_size": hidden, "vocab_size": vocab_size}
         check_neutral(fields, family.computes)

@@ -3,7 +3,7 @@ parts of a model declare."""
 
 import re
 
-from penstock.engine.models.config import ModelConfig, index_and_name
+from penstock.engine.models.config import LAYER, ModelConfig
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
@@ -19,24 +19,20 @@ class GgufNames:
     """The names and shapes of one model's tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._outside = {name: gguf for name, gguf, _ in config.tensors.shapes() if gguf}
-        self._in_layers = [
-            {name: gguf for name, gguf, _ in layer.tensors.shapes() if gguf}
-            for layer in config.layers
-        ]
+        self._stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """By the names in the file, of all that it must have."""
-        for _, gguf, shape in config.tensors.shapes():
-            if gguf and not (config.head.is_tied and gguf == OUTPUT):
-                self.shapes[gguf] = shape
-        for index, layer in enumerate(config.layers):
-            for _, gguf, shape in layer.tensors.shapes():
+        tables = {("", ""): config.tensors}
+        tables |= {
+            (f"{LAYER}{i}.", f"blk.{i}."): each.tensors for i, each in enumerate(config.layers)
+        }
+        for (prefix, stored), table in tables.items():
+            for name, gguf, shape in table.shapes():
                 if gguf:
-                    self.shapes[f"blk.{index}.{gguf}"] = shape
+                    self._stored[prefix + name] = stored + gguf
+                    if not (config.head.is_tied and gguf == OUTPUT):
+                        self.shapes[stored + gguf] = shape
 
     def of(self, name: str) -> str:
         """name: as transformers has it, such as "model.layers.0.mlp.up_proj.weight"."""
-        index, rest = index_and_name(name)
-        if index is None:
-            return self._outside[rest]
-        return f"blk.{index}.{self._in_layers[index][rest]}"
+        return self._stored[name]

@@ -6,7 +6,7 @@ Codes of weights are multiplied in one of four ways, by format and rows: see `Fu
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -31,21 +31,21 @@ _SLAB_ROWS = 128
 MAX_TILED_ROWS = 512
 
 
+class Around(TypedDict, total=False):
+    """What is computed with a product: RMSNorm of x before it, an addition after it."""
+
+    norm: Tensor | None
+    eps: float
+    residual: Tensor | None
+
+
 class FusedLinear(ABC):
     """One linear layer on the GPU. "Few" is at most `penstock.engine.kernels.linear.MAX_ROWS`."""
 
     out_features: int
 
     @abstractmethod
-    def few(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        residual: Tensor | None = None,
-    ) -> None:
+    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
         """As `skinny_linear`: out = x' W^T + b + residual, x' being x or its RMSNorm."""
 
     def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
@@ -76,16 +76,8 @@ class _FusedMatrix(FusedLinear):
         self._bias = bias
         self.out_features = out_features
 
-    def few(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        residual: Tensor | None = None,
-    ) -> None:
-        self._skinny(x, out=out, norm=norm, eps=eps, bias=self._bias, residual=residual)
+    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
+        self._skinny(x, out=out, bias=self._bias, **around)
 
     def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
         if self._bias is None:
@@ -158,20 +150,13 @@ class FusedStackedLinear(FusedLinear):
         self._parts = [fused_linear(part) for part in linear.parts]
         self.out_features = sum(part.out_features for part in self._parts)
 
-    def few(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
-        residual: Tensor | None = None,
-    ) -> None:
+    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
         sizes = [part.out_features for part in self._parts]
         outs = torch.split(out, sizes, dim=1)
+        residual = around.pop("residual", None)
         residuals = [None] * len(outs) if residual is None else torch.split(residual, sizes, dim=1)
         for part, columns, added in zip(self._parts, outs, residuals, strict=True):
-            part.few(x, columns, norm=norm, eps=eps, residual=added)
+            part.few(x, columns, **around, residual=added)
 
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.cat([part.many(x) for part in self._parts], dim=1, out=out)

@@ -5,6 +5,7 @@ Source of the layouts: the compressors of the package compressed-tensors, 0.20.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.engine.files.json_file import shown
 from penstock.engine.models.formats.config import LayerGroup, QuantizationConfig, Settings
@@ -86,45 +87,37 @@ def _fp8(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
     return Fp8() if strategy in _WHOLE_ROWS else None
 
 
-def _int8(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
-    return _integers(weights, kind, bits, is_packed=False) if bits == 8 else None
-
-
-def _packed(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
-    return _integers(weights, kind, bits, is_packed=True) if bits in (4, 8) else None
-
-
-def _integers(weights: Settings, kind: str, bits: int, *, is_packed: bool) -> TensorScheme | None:
+def _integers(
+    weights: Settings, bits: int, kind: str, *, served: tuple[int, ...], is_packed: bool
+) -> TensorScheme | None:
+    """served: numbers of bits."""
     strategy = weights.fields.text("strategy")
-    if kind != "int" or strategy not in (*_WHOLE_ROWS, "group"):
+    if bits not in served or kind != "int" or strategy not in (*_WHOLE_ROWS, "group"):
         return None
     group_size = weights.group_size() if strategy == "group" else None
     has_zeros = not weights.fields.flag("symmetric", default=True)
     return Integers(bits=bits, group_size=group_size, has_zeros=has_zeros, is_packed=is_packed)
 
 
-def _mxfp4(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
-    group_size = weights.fields.count("group_size", default=32)
-    scheme = Fp4(group_size=group_size, weight="weight_packed")
-    return scheme if (bits, kind) == (4, "float") else None
-
-
-def _nvfp4(weights: Settings, bits: int, kind: str) -> TensorScheme | None:
-    group_size = weights.fields.count("group_size", default=16)
+def _fp4(
+    weights: Settings, bits: int, kind: str, *, default: int, global_scale: str | None = None
+) -> TensorScheme | None:
+    """default: columns of a scale."""
     scheme = Fp4(
-        group_size=group_size,
+        group_size=weights.fields.count("group_size", default=default),
         weight="weight_packed",
-        global_scale="weight_global_scale",
-        divides=True,
+        global_scale=global_scale,
+        divides=global_scale is not None,
     )
     return scheme if (bits, kind) == (4, "float") else None
 
 
+_int8 = partial(_integers, served=(8,), is_packed=False)
 # None for what is not supported.
 _FORMATS: dict[str, Callable[[Settings, int, str], TensorScheme | None]] = {
     "float-quantized": _fp8,
     "int-quantized": _int8,
-    "pack-quantized": _packed,
-    "mxfp4-pack-quantized": _mxfp4,
-    "nvfp4-pack-quantized": _nvfp4,
+    "pack-quantized": partial(_integers, served=(4, 8), is_packed=True),
+    "mxfp4-pack-quantized": partial(_fp4, default=32),
+    "nvfp4-pack-quantized": partial(_fp4, default=16, global_scale="weight_global_scale"),
 }
