@@ -36,10 +36,11 @@ class Shard:
         size, flag = self.size, f"--tensor-parallel-size {self.size}"
         for name, count, is_shared in self._counts:
             if not _divides(count, size, is_shared=is_shared):
-                fits = f"neither a multiple of {size} nor a divisor" if is_shared else None
+                wanted = f"a multiple of {size}"
+                wanted = f"neither {wanted} nor a divisor" if is_shared else f"not {wanted}"
                 raise InvalidConfig(
-                    f"{flag}: this model's {name} is {count}, which is "
-                    f"{fits or f'not a multiple of {size}'}; use {self._possible}"
+                    f"{flag}: this model's {name} is {count}, which is {wanted}; use "
+                    f"{self._possible}"
                 )
         for columns, width in sorted(self._coded):
             if not _keeps_groups(columns, width, size):
