@@ -7,10 +7,10 @@ step reads them.
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,15 @@ from torch import Tensor
 
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.loaded_model import LoadedModel
+from penstock.engine.memory.tiers.disk_tier import DiskTier
+from penstock.engine.memory.tiers.pool_bytes import StepsInFlight
+from penstock.engine.models.decoder.model import Model
+from penstock.engine.native.model import NativeModel
+from penstock.engine.ranks.membership import Membership
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler, failed_rows
+from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
 from penstock.engine.step.executor import block_copies
-from penstock.engine.step.model_input import ModelInput
+from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -29,15 +34,30 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
+@dataclass(slots=True, kw_only=True)
+class HostModel(LoadedModel):
+    """A model whose steps the host makes. native: the same as model where a step is compiled.
+    build_input: as `build_model_input`. argmax: of logits, the likeliest ids. place: this rank's,
+    among those that compute it."""
+
+    model: Model
+    tier: DiskTier | None = None
+    steps_in_flight: StepsInFlight = field(default_factory=StepsInFlight)
+    native: NativeModel | None = None
+    build_input: Callable[[ScheduledBatch, Tensor, Tensor, int], ModelInput] = build_model_input
+    argmax: Callable[[Tensor], Tensor] = argmax
+    place: Membership = field(default_factory=Membership)
+
+
 class CpuExecutor:
     """See `penstock.engine.step.executor.Executor`."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: HostModel) -> None:
         info, max_num_seqs = loaded.info, loaded.max_num_seqs
         self.info, self.tier, self.adapters = info, loaded.tier, loaded.adapters
-        self._everyone, self._pipeline = loaded.everyone, loaded.pipeline
+        self._everyone, self._pipeline = loaded.place.everyone, loaded.place.pipeline
         self._has_stages = info.pipeline_parallel_size > 1
-        self._has_output_layer = self._pipeline.after is None
+        self._has_output_layer = self._pipeline.is_last
         self._is_follower = self._everyone.rank > 0
         self._steps_in_flight = loaded.steps_in_flight
         self._launched: deque[_LaunchedStep] = deque()

@@ -40,27 +40,24 @@ _STOPPED_S = 3.0
 _NEWS_S = 5.0
 
 
+def layout_of(config: EngineConfig) -> RankLayout:
+    return RankLayout(config.tensor_parallel_size, config.pipeline_parallel_size)
+
+
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """To a rank, first: what it is. store: the descriptor that the ranks meet in, in the process
-    that has it. board: of `penstock.engine.ranks.board`, where each has a GPU; None on a CPU.
-    pools: see `penstock.engine.loading.rank_pools`."""
+    """To a rank, first: what it is. memory: the descriptors of what the ranks share, in the process
+    that has them: where each has a GPU, of `penstock.engine.ranks.rendezvous` and of
+    `penstock.engine.ranks.board`; else of `penstock.engine.ranks.membership`, and then its pools.
+    """
 
     config: EngineConfig
     rank: int
-    size: int
-    store: int
-    board: int | None = None
-    pools: tuple[int, ...] = ()
+    on_gpus: bool
+    memory: tuple[int, ...]
 
     @property
-    def descriptors(self) -> list[int]:
-        return [self.store, *([] if self.board is None else [self.board]), *self.pools]
-
-    def with_descriptors(self, descriptors: Sequence[int]) -> "Start":
-        """In another process, which has these."""
-        store, *others = descriptors
-        board = None if self.board is None else others.pop(0)
-        return msgspec.structs.replace(self, store=store, board=board, pools=tuple(others))
+    def layout(self) -> RankLayout:
+        return layout_of(self.config)
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -121,14 +118,14 @@ class Channel:
     def send_start(self, start: Start) -> None:
         """With its descriptors. Raises OSError."""
         self.send(start)
-        socket.send_fds(self._stream, [b"."], start.descriptors)
+        socket.send_fds(self._stream, [b"."], start.memory)
 
     def receive_start(self) -> Start:
         """With this process's own descriptors. Raises EOFError."""
         start = self.receive()
         assert isinstance(start, Start), start
-        _, descriptors, _, _ = socket.recv_fds(self._stream, 1, len(start.descriptors))
-        return start.with_descriptors(descriptors)
+        _, descriptors, _, _ = socket.recv_fds(self._stream, 1, len(start.memory))
+        return msgspec.structs.replace(start, memory=tuple(descriptors))
 
     def receive(self) -> Any:
         """Raises EOFError when the other side has ended."""
@@ -208,18 +205,11 @@ class Followers:
     def pids(self) -> list[int]:
         return [each.process.pid for each in self._followers]
 
-    def begin(
-        self,
-        config: EngineConfig,
-        store: int,
-        board: int | None = None,
-        pools: tuple[int, ...] = (),
-    ) -> None:
-        """Once, before anything is sent. store, board, pools: see `Start`. Raises RankFailed."""
+    def begin(self, start: Start) -> None:
+        """Once, before anything is sent. start: of rank 0. Raises RankFailed."""
         for each in self._followers:
             with contextlib.suppress(OSError):  # one that has ended is noticed by whoever waits
-                size = self._layout.size
-                each.channel.send_start(Start(config, each.rank, size, store, board, pools))
+                each.channel.send_start(msgspec.structs.replace(start, rank=each.rank))
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Calls back in another thread, with the rank, when one has failed."""

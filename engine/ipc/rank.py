@@ -57,14 +57,9 @@ def _follow(channel: Channel) -> None:
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    if start.board is None:
-        from penstock.engine.loading.cpu_ranks import follow_on_cpu
+    from penstock.engine.loading.ranks import follow
 
-        compute, adapters = follow_on_cpu(start)
-    else:
-        from penstock.engine.loading.gpu_ranks import follow_on_gpu
-
-        compute, adapters = follow_on_gpu(start, partial(_end, channel))
+    compute, adapters = follow(start, partial(_end, channel))
     gc.collect()
     gc.freeze()  # as rank 0 does
     receive = channel.receive if config.pipeline_parallel_size == 1 else _ahead(channel)
@@ -73,10 +68,8 @@ def _follow(channel: Channel) -> None:
         if isinstance(message, Step):
             compute(message)
         elif isinstance(message, LoadPart):
-            assert adapters is not None, message
             _load(message.source, adapters, channel)
         elif isinstance(message, DropPart):
-            assert adapters is not None, message
             adapters.unload(message.adapter_id)
         else:
             raise AssertionError(message)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Device, Dtype, EngineConfig
+from penstock.engine.config import Device as DeviceKind
+from penstock.engine.config import Dtype, EngineConfig
+from penstock.engine.executors.cuda.device import CudaGpu, Device, Processor
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import Fields
 from penstock.engine.memory.dtypes import TORCH_DTYPES
@@ -18,13 +20,13 @@ from penstock.scheduler.errors import InvalidConfig
 logger = logging.getLogger(__name__)
 
 
-def choose_device(wanted: Device) -> torch.device:
+def choose_device(wanted: DeviceKind) -> Device:
     """Raises InvalidConfig where there is no such device."""
     has_cuda = torch.cuda.is_available()
-    if wanted is Device.CUDA and not has_cuda:
+    if wanted is DeviceKind.CUDA and not has_cuda:
         raise InvalidConfig("--device is cuda, but torch finds no GPU here; use --device cpu")
-    on_cuda = has_cuda if wanted is Device.AUTO else wanted is Device.CUDA
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    on_cuda = has_cuda if wanted is DeviceKind.AUTO else wanted is DeviceKind.CUDA
+    return CudaGpu(torch.device("cuda", torch.cuda.current_device())) if on_cuda else Processor()
 
 
 def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:

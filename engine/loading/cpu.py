@@ -1,11 +1,7 @@
-"""`load_on_cpu`: a model in the memory of a processor, from its configuration to what computes it.
-
-Of several ranks each does so with its own part, and they wait for each other where one needs what
-another has done.
-"""
+"""`CpuLoading`: a model in the memory of a processor."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
 from functools import partial
 from pathlib import Path
@@ -13,28 +9,26 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
-from penstock.engine.executors.cuda.device import Processor
-from penstock.engine.executors.loaded_model import LoadedModel
+from penstock.engine.executors.cpu import HostModel
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.choices import choose_dtype
 from penstock.engine.loading.devices import measure_rates
-from penstock.engine.loading.ledger import Ledger
-from penstock.engine.loading.place import Place
-from penstock.engine.loading.rank_pools import pool_memory, pools_of_others
-from penstock.engine.loading.steps import Loading
+from penstock.engine.loading.steps import DecoderLoading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.host import Arena
-from penstock.engine.memory.machine import available_memory_bytes, num_cores
+from penstock.engine.memory.ledger import Ledger, pool_notes
+from penstock.engine.memory.machine import num_cores
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize, size_cpu_pool
-from penstock.engine.memory.tiers.block_files import BlockFiles
 from penstock.engine.memory.tiers.disk_tier import DiskTier
 from penstock.engine.memory.tiers.offload import block_files, disk_tier
 from penstock.engine.memory.tiers.pool_bytes import PoolBytes, StepsInFlight
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gathered import GatheredModel
-from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.decoder.model import Model
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import (
     InvalidModel,
     UnsupportedFeature,
@@ -50,173 +44,168 @@ from penstock.engine.native.library import load_delta_net_library, load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.native.parts.delta_net import NativeRecurrence
-from penstock.engine.process.phases import Phases
+from penstock.engine.ranks.membership import Membership
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_BLOCK_SIZE = 16
+# The memory of a rank's pool is of one start alone, so there is nothing that it could be taken for.
+_RANK_IDENTITY = bytes(32)
 
 
-def load_on_cpu(config: EngineConfig, model_dir: Path, phases: Phases, place: Place) -> LoadedModel:
-    """Raises InvalidConfig and InvalidModel."""
-    if config.attention_backend is not AttentionBackend.AUTO:
-        raise InvalidConfig(
-            f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
-            "on the CPU, which has one implementation of attention; leave the flag out"
-        )
-    return _CpuLoading(config, model_dir, phases, place, Processor(), _BLOCK_SIZE).load()
+class CpuLoading(DecoderLoading):
+    """Of several ranks each loads its own part, and they wait for each other where one needs what
+    another has done."""
 
+    place: Membership
+    default_block_size = 16
 
-class _CpuLoading(Loading):
-    def load(self) -> LoadedModel:
-        config, place, phases = self.config, self.place, self.phases
-        # The server's process shares them: a thread that it interrupts holds up no other.
-        self._num_threads = config.num_threads or max(1, num_cores() // place.layout.size)
+    def plan(self) -> None:
+        config, place = self.config, self.place
+        if config.attention_backend is not AttentionBackend.AUTO:
+            raise InvalidConfig(
+                f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
+                "on the CPU, which has one implementation of attention; leave the flag out"
+            )
         dtype = self._choose_library()
         self.plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
         self.plan_pool()
-        files, memory = self._files_and_memory()
+        identity = self.identity(self._library and Path(self._library._name).name)
+        self._files = block_files(config, identity) if place.rank == 0 else None
+        self._memory = self._pool_memory(identity)
         place.everyone.barrier()  # the memory that is free is divided before anybody takes some
-        available = available_memory_bytes()
-        size = self._size_pool(memory)
-        quantized = self.quantize(self._num_threads)
-        with self.reading():
-            llama = self._read(quantized, size)
-        with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            shape, sizes = self.model.kv_shape, (size.by_group, self.block_size)
-            pool = KVPools(shape, self.layout, *sizes, self.kv_type, _CPU, memory)
-            steps_in_flight = StepsInFlight()
-            tier = self._tier(files, pool, size, steps_in_flight)
-            native = self._native(llama, pool)
-        products = "torch" if native is None else native.products
-        loaded = LoadedModel(
-            model=native or llama,
+        self._others = self.device.used_bytes()
+        size = size_cpu_pool(
+            config,
+            self.largest_pools,
+            weight_bytes=self.num_weight_bytes or 0,
+            max_model_len=self.model.max_model_len,
+            memory=self._memory,
+            num_ranks=place.layout.size,
+        )
+        self._size = self.least(size)
+
+    @property
+    def num_threads(self) -> int:
+        # The server's process shares them: a thread that it interrupts holds up no other.
+        return self.config.num_threads or max(1, num_cores() // self.place.layout.size)
+
+    def read(self, quantized: Quantized | None) -> None:
+        threads = self.num_threads
+        self.read_weights(
+            quantized,
+            threads,
+            # An arena where weights stay as they are read, and are not packed.
+            partial(torch.empty if self._library is None else Arena().empty, dtype=self.dtype),
+            self._size.max_model_len,
+            recurrence=_recurrence(self.model, threads),
+            pipeline=self.place.pipeline,
+        )
+        torch.set_num_threads(threads)
+
+    def size_pool(self) -> PoolSize:
+        return self._size
+
+    def complete(self, size: PoolSize) -> HostModel:
+        shape, sizes = self.model.kv_shape, (size.by_group, self.block_size)
+        pool = KVPools(shape, self.layout, *sizes, self.kv_type, _CPU, self._memory)
+        steps_in_flight = StepsInFlight()
+        tier = self._tier(pool, size, steps_in_flight)
+        native = self._native(pool)
+        model: Model = native or self.llama
+        if (group := self.place.tensor).size > 1:
+            model = GatheredModel(model, group, self.whole.vocab_size)
+        loaded = HostModel(
+            model=model,
             pool=pool,
-            info=self._info(llama, size, products, quantized),
-            adapters=self.adapters(*(() if native is None else (native.packed_adapter,))),
+            info=self._info(size, "torch" if native is None else native.products),
+            adapters=self.adapters(**({} if native is None else {"make": native.packed_adapter})),
             grammars=self.grammars(),
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
             tier=tier,
             steps_in_flight=steps_in_flight,
             native=native,
-            everyone=place.everyone,
-            pipeline=place.pipeline,
+            place=self.place,
+            ledger=Ledger(
+                total=self.device.total_bytes,
+                others=self._others,
+                weights=self.num_weight_bytes or 0,
+                kv_pool=size.num_bytes(self.pools),
+                adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
+                pool_notes=pool_notes(size, self.pools),
+            ),
         )
         if native is not None and self._library is not None:
             loaded.build_input, loaded.argmax = partial(gather_input, self._library), native.argmax
-        if place.group:
-            loaded.model = GatheredModel(loaded.model, place.group, self.whole.vocab_size)
-        self._log_ledger(size, available)
         return loaded
 
     def _choose_library(self) -> torch.dtype:
         """The compiled step, where there is one, and the type of the weights."""
         place = self.place
         with self.phases.timed("compile", "loading the step that is compiled for this processor"):
-            if not place.is_first:
+            if place.rank > 0:
                 place.everyone.barrier()  # rank 0 compiles for all
-            dtype, self._library = _dtype_and_library(self.config, self.divided, self.model_dir)
-            if place.is_first:
+            dtype, self._library = _dtype_and_library(self.config, self.divided, self.directory)
+            if place.rank == 0:
                 place.everyone.barrier()
         if self._library is None:
             self.make_linear = cpu_linear(dtype, has_experts=self.model.experts is not None)
         return dtype
 
-    def _files_and_memory(self) -> tuple[BlockFiles | None, KVMemory | None]:
-        """The files of blocks, and the memory that the pool is in, where these are given."""
+    def _pool_memory(self, identity: bytes) -> KVMemory | None:
+        """The memory that the pool is in, where it is given: to the ranks after the first where a
+        tier moves blocks of all, or one that outlives this process."""
         config, place = self.config, self.place
-        identity = self.identity(self._library and Path(self._library._name).name)
-        files = block_files(config, identity) if place.is_first else None
-        memory = None
-        if place.rank_pools:
-            memory = pool_memory(place.rank_pools, place.rank)
-        elif config.kv_memory is not None and place.is_alone and self.layout.state is None:
-            memory = KVMemory(config.kv_memory, identity, files.key if files else None)
-        return files, memory
-
-    def _size_pool(self, memory: KVMemory | None) -> PoolSize:
-        size = size_cpu_pool(
-            self.config,
-            self.largest_pools,
-            weight_bytes=self.num_weight_bytes,
-            max_model_len=self.model.max_model_len,
-            memory=memory,
-            num_ranks=self.place.layout.size,
-        )
-        return self.least(size)
-
-    def _read(self, quantized: Quantized | None, size: PoolSize) -> LlamaModel:
-        llama = self.read_weights(
-            quantized,
-            self._num_threads,
-            # An arena where weights stay as they are read, and are not packed.
-            partial(torch.empty if self._library is None else Arena().empty, dtype=self.dtype),
-            size.max_model_len,
-            recurrence=_recurrence(self.model, self._num_threads),
-            pipeline=self.place.pipeline,
-        )
-        torch.set_num_threads(self._num_threads)
-        return llama
-
-    def _tier(
-        self, files: BlockFiles | None, pool: KVPools, size: PoolSize, in_flight: StepsInFlight
-    ) -> DiskTier | None:
-        """Blocks on the disk. They are of all ranks' pools."""
-        place = self.place
-        if place.rank_pools:
-            place.everyone.barrier()  # so that rank 0 finds all pools
-        if files is None:
+        if place.pools:
+            return KVMemory(place.pools[place.rank - 1], _RANK_IDENTITY) if place.rank else None
+        if config.kv_memory is None or place.layout.size > 1 or self.layout.state is not None:
             return None
-        pools = [pool]
-        if place.rank_pools:
-            pools += pools_of_others(
-                place.rank_pools,
-                place.layout,
-                self.whole,
-                self.longest,
-                size.by_group,
-                self.block_size,
-                self.kv_type,
-            )
-        return disk_tier(files, PoolBytes(pools, in_flight))
+        return KVMemory(config.kv_memory, identity, self._files.key if self._files else None)
 
-    def _native(self, llama: LlamaModel, pool: KVPools) -> NativeModel | None:
+    def _tier(self, pool: KVPools, size: PoolSize, in_flight: StepsInFlight) -> DiskTier | None:
+        """Blocks on the disk. A block is moved with those of all ranks as one piece, under one
+        digest: so it is stored, found, verified and loaded as a whole, and no rank is asked."""
+        if self.place.pools:
+            self.place.everyone.barrier()  # so that rank 0 finds all pools
+        if self._files is None:
+            return None
+        pools = [pool, *self._pools_of_others(size.by_group)]
+        return disk_tier(self._files, PoolBytes(pools, in_flight))
+
+    def _pools_of_others(self, num_blocks: tuple[int, ...]) -> Iterator[KVPools]:
+        """Those of the ranks after the first, once all have made theirs."""
+        ranks = self.place.layout
+        for rank, descriptor in enumerate(self.place.pools, start=1):
+            model = Shard(self.whole, ranks.tensor_rank_of(rank), ranks.tensor_size).config
+            stage = Stage(model, ranks.stage_of(rank), ranks.num_stages)
+            layout = stage.layout(model.kv_layout(self.longest))
+            memory = KVMemory(descriptor, _RANK_IDENTITY)
+            assert memory.num_blocks == num_blocks, (rank, memory.num_blocks, num_blocks)
+            sizes = num_blocks, self.block_size
+            yield KVPools(stage.config.kv_shape, layout, *sizes, self.kv_type, _CPU, memory)
+
+    def _native(self, pool: KVPools) -> NativeModel | None:
         """The compiled step, where there is one; else torch computes the model."""
         if self._library is None:
             return None
         try:
-            return NativeModel(self._library, llama, pool, self._num_threads)
+            return NativeModel(self._library, self.llama, pool, self.num_threads)
         except UnsupportedWeightFormat as error:
             _warn_of_torch(error)
             return None
 
-    def _info(
-        self, llama: LlamaModel, size: PoolSize, products: str, quantized: Quantized | None
-    ) -> ModelInfo:
+    def _info(self, size: PoolSize, products: str) -> ModelInfo:
         """Measures what the device can do, too."""
-        place = self.place
-        computed_by = f"{products}, {self._num_threads} thread{'s' * (self._num_threads > 1)}"
-        if not place.is_alone:
+        place, threads = self.place, self.num_threads
+        computed_by = f"{products}, {threads} thread{'s' * (threads > 1)}"
+        if place.layout.size > 1:
             computed_by += f" in each of {place.layout.size} processes"
         logger.info("computed by %s", computed_by)
         place.everyone.barrier()  # so that each measures its share
-        rates = measure_rates(self.gpu, self.dtype, self.phases)
-        rounding = quantized.info if quantized else None
-        return self.described(llama, size, rates, rounding, computed_by)
-
-    def _log_ledger(self, size: PoolSize, available: int) -> None:
-        """available: bytes of memory, before the weights and the pool took some."""
-        total = self.gpu.total_bytes
-        Ledger(
-            total=total,
-            others=total - available,
-            weights=self.num_weight_bytes,
-            kv_pool=size.num_bytes(self.pools),
-            adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
-        ).log(size, self.pools)
+        rates = measure_rates(self.device, self.dtype, self.phases)
+        return self.described(size, computed_by=computed_by, **rates)
 
 
 def _dtype_and_library(

@@ -1,5 +1,7 @@
 """`describe`: what the scheduler and the metrics know of a model that has been loaded."""
 
+from typing import Any
+
 import torch
 
 from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
@@ -7,7 +9,7 @@ from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.layout import ONE_RANK, RankLayout
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo, QuantizationInfo
+from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 
 
 def describe(
@@ -16,23 +18,18 @@ def describe(
     device_name: str,
     size: PoolSize,
     block_size: int,
-    measured_bandwidth: float | None,
-    load_seconds: dict[str, float],
-    measured_flops: float | None = None,
     *,
-    weight_bytes: int,
-    expert_bytes: int,
     kv_dtype: torch.dtype,
-    computed_by: str | None = None,
-    quantization: QuantizationInfo | None = None,
+    expert_bytes: int,
     layout: KVLayout | None = None,
     whole: ModelConfig | None = None,
     ranks: RankLayout = ONE_RANK,
+    **measured: Any,
 ) -> ModelInfo:
     """model: what one rank has of `whole`; what a device reads and computes is that part's.
-    weight_bytes: as in `ModelInfo`. expert_bytes: of all experts of a mixture. layout: of the
-    pools; None where its groups were not made for a longer sequence than size.max_model_len.
-    kv_dtype: of the KV cache. load_seconds may still grow: it is not copied."""
+    expert_bytes: of all experts of a mixture. layout: of the pools; None where its groups were not
+    made for a longer sequence than size.max_model_len. kv_dtype: of the KV cache. measured: fields
+    of `ModelInfo` that do not follow from these, as weight_bytes."""
     whole = whole or model
     layout = layout or model.kv_layout(size.max_model_len)
     more_blocks, num_states, state_bytes = size.more_blocks, 0, 0
@@ -41,34 +38,38 @@ def describe(
         more_blocks, state_bytes = tuple(others), layout.state.num_bytes
     return ModelInfo(
         architecture=model.family,
-        dtype=dtype_name(dtype),
-        kv_cache_dtype=dtype_name(kv_dtype),
-        device=device_name,
         vocab_size=whole.vocab_size,
         hidden_size=model.hidden_size,
-        max_model_len=size.max_model_len,
-        block_size=block_size,
-        num_blocks=size.num_blocks,
         eos_token_ids=model.eos_token_ids,
         num_parameters=whole.num_parameters,
-        weight_bytes=weight_bytes,
         attention=_attention_groups(model, layout, kv_dtype.itemsize),
         more_blocks=more_blocks,
         num_states=num_states,
         state_bytes=state_bytes,
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
-        peak_bandwidth_bytes_per_s=peak_bandwidth(device_name),
-        measured_bandwidth_bytes_per_s=measured_bandwidth,
-        peak_flops_per_s=peak_flops(device_name, dtype),
-        measured_flops_per_s=measured_flops,
-        load_seconds=load_seconds,
-        computed_by=computed_by,
         experts=model.routed(expert_bytes),
-        quantization=quantization,
         tensor_parallel_size=ranks.tensor_size,
         pipeline_parallel_size=ranks.num_stages,
+        **device_fields(dtype, kv_dtype, device_name, size, block_size),
+        **measured,
     )
+
+
+def device_fields(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device_name: str, size: PoolSize, block_size: int
+) -> dict[str, Any]:
+    """Returns the fields of `ModelInfo` that say of any model where it is computed."""
+    return {
+        "dtype": dtype_name(dtype),
+        "kv_cache_dtype": dtype_name(kv_dtype),
+        "device": device_name,
+        "max_model_len": size.max_model_len,
+        "block_size": block_size,
+        "num_blocks": size.num_blocks,
+        "peak_bandwidth_bytes_per_s": peak_bandwidth(device_name),
+        "peak_flops_per_s": peak_flops(device_name, dtype),
+    }
 
 
 def _attention_groups(

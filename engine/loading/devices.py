@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.device import Gpu
+from penstock.engine.executors.cuda.device import Device
 from penstock.engine.memory.gpu_budget import MemoryBudget, out_of_memory, pool_advice, pool_bytes
 from penstock.engine.memory.pool.kv_layout import GroupPool
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
@@ -20,14 +21,13 @@ logger = logging.getLogger(__name__)
 _MAX_BLOCKS = 2**20
 
 
-def measure_rates(
-    device: Gpu, dtype: torch.dtype, phases: Phases
-) -> tuple[float | None, float | None]:
-    """Bytes and floating-point operations per second; None where it is not measured."""
+def measure_rates(device: Device, dtype: torch.dtype, phases: Phases) -> dict[str, Any]:
+    """Returns the fields of `ModelInfo`; None where one is not measured."""
     with phases.timed("bandwidth", f"measuring how fast memory is {device.moves_memory}"):
         bandwidth = device.bandwidth()
     with phases.timed("flops", "measuring how fast matrices are multiplied"):
-        return bandwidth, device.matmul_flops(dtype)
+        flops = device.matmul_flops(dtype)
+    return {"measured_bandwidth_bytes_per_s": bandwidth, "measured_flops_per_s": flops}
 
 
 def size_gpu_pool(

@@ -35,9 +35,9 @@ def build_executor(config: EngineConfig, phases: Phases) -> Executor:
 def _scripted_executor(config: EngineConfig) -> Executor:
     from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
     from penstock.engine.hub.check import read_model
-    from penstock.engine.loading.grammars import load_grammars
     from penstock.engine.memory.pool.kv_memory import KVMemory, identity_of
     from penstock.engine.memory.tiers.offload import block_files, disk_tier
+    from penstock.engine.sampling.grammar_table import load_grammars
 
     model = read_model(Path(config.model), config.model_impl)
     info = scripted_info(
@@ -64,37 +64,23 @@ def _model_executor(
     config: EngineConfig, phases: Phases, layout: RankLayout, followers: Followers | None
 ) -> Executor:
     """followers: those of further ranks, where there are any, and not too many."""
-    model_dir = Path(config.model)
+    directory = Path(config.model)
     with phases.timed("import", "importing torch"):
-        from penstock.engine.executors.cpu import CpuExecutor
         from penstock.engine.hub.check import find_implementation
         from penstock.engine.loading.choices import choose_device
+        from penstock.engine.loading.load import load_executor
+        from penstock.engine.loading.ranks import build_ranks, check_parallel
+        from penstock.engine.ranks.membership import Membership
 
-        is_on_gpu = choose_device(config.device).type == "cuda"
-        implementation = find_implementation(model_dir, config.model_impl)
+        device = choose_device(config.device)
+        implementation = find_implementation(directory, config.model_impl)
     if isinstance(implementation, TransformersClass):
         _refuse_ranks(layout, "a class of transformers computes this model, and it cannot be split")
-        from penstock.engine.loading.fallback import load_fallback
-
-        return CpuExecutor(load_fallback(config, model_dir, phases))
-    if layout.size > 1:
-        from penstock.engine.loading.cpu_ranks import build_parallel_executor, check_parallel
-
-        check_parallel(config, model_dir)
+    elif layout.size > 1:
+        check_parallel(config, directory)
         assert followers is not None
-        if not is_on_gpu:
-            return build_parallel_executor(config, phases, followers)
-        from penstock.engine.loading.gpu_ranks import build_cuda_ranks
-
-        return build_cuda_ranks(config, phases, followers)
-    if is_on_gpu:
-        from penstock.engine.loading.gpu import load_on_gpu
-
-        return load_on_gpu(config, model_dir, phases=phases)
-    from penstock.engine.loading.cpu import load_on_cpu
-    from penstock.engine.loading.place import ALONE
-
-    return CpuExecutor(load_on_cpu(config, model_dir, phases, ALONE))
+        return build_ranks(config, phases, followers, on_gpus=device.has_kernels)
+    return load_executor(config, directory, Membership(), device, phases)
 
 
 def _refuse_ranks(layout: RankLayout, why: str) -> None:

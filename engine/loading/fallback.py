@@ -1,4 +1,4 @@
-"""`load_fallback`: a class of transformers over our paged pool, for families that have no row of
+"""`FallbackLoading`: a class of transformers over our paged pool, for families that have no row of
 their own.
 
 Slow: one operator at a time, on whichever device; steps are made, and ids sampled, on the host.
@@ -6,24 +6,20 @@ Slow: one operator at a time, on whichever device; steps are made, and ids sampl
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
-from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Processor
-from penstock.engine.executors.loaded_model import LoadedModel
-from penstock.engine.loading.choices import choose_device, choose_dtype
-from penstock.engine.loading.description import dtype_name
-from penstock.engine.loading.devices import measure_rates, out_of_memory_advice, size_gpu_pool
-from penstock.engine.loading.grammars import load_grammars
-from penstock.engine.loading.ledger import Ledger
+from penstock.engine.executors.cpu import HostModel
+from penstock.engine.loading.choices import choose_dtype
+from penstock.engine.loading.description import device_fields, dtype_name
+from penstock.engine.loading.devices import measure_rates, size_gpu_pool
+from penstock.engine.loading.steps import Loading
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import MemoryBudget
-from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
+from penstock.engine.memory.ledger import Ledger, pool_notes
 from penstock.engine.memory.machine import num_cores
-from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
+from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import (
     KVPool,
     KVPools,
@@ -37,8 +33,8 @@ from penstock.engine.models.fallback.check import check_model
 from penstock.engine.models.fallback.load import TransformersConfig, check_ropes, load_network
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.weights import WeightCount
-from penstock.engine.models.lora.store import Adapters
-from penstock.engine.process.phases import Phases
+from penstock.engine.models.lora.store import no_adapters
+from penstock.engine.sampling.grammar_table import load_grammars
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
@@ -46,183 +42,148 @@ from penstock.scheduler.errors import InvalidConfig
 logger = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
-_CPU = torch.device("cpu")
 
 
-def load_fallback(
-    config: EngineConfig, model_dir: Path, phases: Phases | None = None, device: Gpu | None = None
-) -> LoadedModel:
-    """device: that of --device where none is given. Raises InvalidConfig and InvalidModel, for a
-    class that would give wrong answers too."""
-    _check_flags(config)
-    phases = phases or Phases()
-    if device is None:
-        chosen = choose_device(config.device)
-        device = CudaGpu(chosen) if chosen.type == "cuda" else Processor()
-    with out_of_memory_advice(config, phases), torch.inference_mode():
-        return _FallbackLoading(config, model_dir, phases, device).load()
+class FallbackLoading(Loading):
+    """Also raises InvalidModel for a class that would give wrong answers."""
 
-
-class _FallbackLoading:
-    """The state that the steps share."""
-
-    def __init__(self, config: EngineConfig, model_dir: Path, phases: Phases, device: Gpu) -> None:
-        self._config, self._model_dir, self._phases = config, model_dir, phases
-        self._device = device
-        self._settings = TransformersConfig.from_dir(model_dir)
+    def plan(self) -> None:
+        config, device = self.config, self.device
+        _check_flags(config)
+        self._settings = TransformersConfig.from_dir(self.directory)
         torch.set_num_threads(config.num_threads or num_cores())
         self._dtype = choose_dtype(config.dtype, device.device)
         self._kv_type = kv_dtype(config.kv_cache_dtype, self._dtype)
         self._longest = resolve_max_model_len(config.max_model_len, self._settings.max_model_len)
         self._block_size = config.block_size or _BLOCK_SIZE
         check_ropes(self._settings, self._longest)
+        self._others = device.used_bytes()
 
-    def load(self) -> LoadedModel:
-        config, phases, settings = self._config, self._phases, self._settings
-        before = self._device.used_bytes()
-        name = settings.architecture
-        what = f"transformers reads the weights of {name}, as {dtype_name(self._dtype)}"
-        with phases.timed("weights", what):
-            model = self._model = self._read()
+    @property
+    def reading(self) -> str:
+        name = self._settings.architecture
+        return f"transformers reads the weights of {name}, as {dtype_name(self._dtype)}"
+
+    def read(self, _: object) -> None:
+        network = load_network(
+            self._settings, self.directory, self._dtype, self.device.device, self.config.load_format
+        )
+        self._weights = WeightCount.of(network)
+        self._model = model = TransformersModel(network, self._longest)
         # One pool: what layers without a window need, the others have too.
         windows = {layer.window for layer in model.layers.values()}
         window = windows.pop() if len(windows) == 1 else None
-        layout = KVLayout.of([window] * model.kv_shape.num_layers, self._longest)
-        pools = layout.pools(model.kv_shape, self._block_size, self._kv_type.itemsize)
-        with phases.timed(
-            "activations", "comparing short prompts with transformers' own attention"
-        ):
-            check_model(model, settings.vocab_size, self._longest)
-            activations = self._measured_step()
-        with phases.timed("kv_pool", "allocating the pool of keys and values"):
-            size = self._size_pool(pools, activations)
-            sizes = size.by_group, self._block_size
-            pool = KVPools(model.kv_shape, layout, *sizes, self._kv_type, self._device.device)
-        by = f"the class {name} of transformers"
-        loaded = LoadedModel(
-            model=model,
-            pool=pool,
-            info=self._info(size, by),
-            adapters=Adapters(None, None, self._dtype, _CPU, config.scheduler.max_num_seqs),
-            grammars=load_grammars(
-                config, self._model_dir, settings.vocab_size, settings.eos_token_ids
-            ),
-            max_num_seqs=config.scheduler.max_num_seqs,
-        )
-        wanted = config.model_impl is ModelImpl.TRANSFORMERS
-        why = "--model-impl asks for it" if wanted else "its family has no implementation of ours"
-        logger.warning("computed by %s, since %s: slower than ours by several times", by, why)
-        Ledger(
-            total=self._device.total_bytes,
-            others=before,
-            weights=self._weights.num_bytes,
-            kv_pool=size.num_bytes(pools),
-            activations=activations,
-        ).log(size, pools)
-        return loaded
+        self._layout = KVLayout.of([window] * model.kv_shape.num_layers, self._longest)
+        itemsize = self._kv_type.itemsize
+        self._pools = self._layout.pools(model.kv_shape, self._block_size, itemsize)
 
-    def _read(self) -> TransformersModel:
-        network = load_network(
-            self._settings,
-            self._model_dir,
-            self._dtype,
-            self._device.device,
-            self._config.load_format,
-        )
-        self._weights = WeightCount.of(network)
-        return TransformersModel(network, self._longest)
+    def measure_step(self) -> int | None:
+        """On a GPU: runs the largest step at the end of the longest sequence, all in one block."""
+        what = "comparing short prompts with transformers' own attention"
+        with self.phases.timed("activations", what):
+            check_model(self._model, self._settings.vocab_size, self._longest)
+            if not self.device.has_kernels:
+                return None
+            scheduler, gpu, max_len = self.config.scheduler, self.device, self._longest
+            count = min(scheduler.max_num_batched_tokens, max_len)
+            gpu.release()
+            used = gpu.used_bytes()
+            pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, gpu.device)
+            at = torch.arange(count)
+            self._model(
+                ModelInput(
+                    token_ids=torch.zeros_like(at),
+                    positions=at + max_len - count,
+                    kv_slots=at % _BLOCK_SIZE,
+                    block_tables=torch.zeros(1, -(-max_len // _BLOCK_SIZE), dtype=torch.int32),
+                    query_starts=[0, count],
+                    context_lens=[max_len],
+                    num_decodes=0,
+                    sample_rows=at[-scheduler.max_num_seqs :],
+                ),
+                pool,
+            )
+            # Torch frees nothing by itself, so this is the peak.
+            activations = max(0, gpu.used_bytes() - used)
+            del pool
+            gpu.release()
+            return activations
 
-    def _measured_step(self) -> int | None:
-        """The bytes that the largest step takes on a GPU besides weights and pool: at the end of
-        the longest sequence, all in one block."""
-        if type(self._device) is Processor:
-            return None
-        scheduler, gpu = self._config.scheduler, self._device
-        max_len = self._longest
-        count = min(scheduler.max_num_batched_tokens, max_len)
-        gpu.release()
-        used = gpu.used_bytes()
-        pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, gpu.device)
-        at = torch.arange(count)
-        self._model(
-            ModelInput(
-                token_ids=torch.zeros_like(at),
-                positions=at + max_len - count,
-                kv_slots=at % _BLOCK_SIZE,
-                block_tables=torch.zeros(1, -(-max_len // _BLOCK_SIZE), dtype=torch.int32),
-                query_starts=[0, count],
-                context_lens=[max_len],
-                num_decodes=0,
-                sample_rows=at[-scheduler.max_num_seqs :],
-            ),
-            pool,
-        )
-        # Torch frees nothing by itself, so this is the peak.
-        activations = max(0, gpu.used_bytes() - used)
-        del pool
-        gpu.release()
-        return activations
-
-    def _size_pool(self, pools: Sequence[GroupPool], activations: int | None) -> PoolSize:
-        if activations is None:
+    def size_pool(self) -> PoolSize:
+        if self.activations is None:
             return size_cpu_pool(
-                self._config,
-                pools,
+                self.config,
+                self._pools,
                 weight_bytes=0,  # which are no longer free memory
                 max_model_len=self._longest,
             )
-        total, used = self._device.total_bytes, self._device.used_bytes()
-        budget = MemoryBudget(total=total, used=used, reserved=activations)
-        return size_gpu_pool(self._config, pools, budget, self._longest)
+        total, used = self.device.total_bytes, self.device.used_bytes()
+        budget = MemoryBudget(total=total, used=used, reserved=self.activations)
+        return size_gpu_pool(self.config, self._pools, budget, self._longest)
+
+    def complete(self, size: PoolSize) -> HostModel:
+        config, settings, seqs = self.config, self._settings, self.config.scheduler.max_num_seqs
+        sizes = size.by_group, self._block_size
+        shape, device = self._model.kv_shape, self.device.device
+        by = f"the class {settings.architecture} of transformers"
+        wanted = config.model_impl is ModelImpl.TRANSFORMERS
+        why = "--model-impl asks for it" if wanted else "its family has no implementation of ours"
+        logger.warning("computed by %s, since %s: slower than ours by several times", by, why)
+        ids = settings.vocab_size, settings.eos_token_ids
+        return HostModel(
+            model=self._model,
+            pool=KVPools(shape, self._layout, *sizes, self._kv_type, device),
+            info=self._info(size, by),
+            adapters=no_adapters(seqs),
+            grammars=load_grammars(config, self.directory, *ids),
+            max_num_seqs=seqs,
+            ledger=Ledger(
+                total=self.device.total_bytes,
+                others=self._others,
+                weights=self._weights.num_bytes,
+                kv_pool=size.num_bytes(self._pools),
+                activations=self.activations,
+                pool_notes=pool_notes(size, self._pools),
+            ),
+        )
 
     def _info(self, size: PoolSize, computed_by: str) -> ModelInfo:
-        settings, weights, device = self._settings, self._weights, self._device.name
-        bandwidth, flops = measure_rates(self._device, self._dtype, self._phases)
+        settings, weights, name = self._settings, self._weights, self.device.name
         return ModelInfo(
             architecture=settings.family,
-            dtype=dtype_name(self._dtype),
-            kv_cache_dtype=dtype_name(self._kv_type),
-            device=device,
             vocab_size=settings.vocab_size,
             hidden_size=settings.hidden_size,
-            max_model_len=size.max_model_len,
-            block_size=self._block_size,
-            num_blocks=size.num_blocks,
             eos_token_ids=settings.eos_token_ids,
             num_parameters=weights.num_parameters,
             weight_bytes=weights.step_bytes,
             attention=_attention_groups(self._model, self._kv_type.itemsize),
             flops_per_token=weights.flops_per_token,
             flops_per_sampled_token=2 * settings.vocab_size * settings.hidden_size,
-            peak_bandwidth_bytes_per_s=peak_bandwidth(device),
-            measured_bandwidth_bytes_per_s=bandwidth,
-            peak_flops_per_s=peak_flops(device, self._dtype),
-            measured_flops_per_s=flops,
-            load_seconds=self._phases.seconds,
+            load_seconds=self.phases.seconds,
             computed_by=computed_by,
             experts=weights.experts,
             model_impl="transformers",
+            **device_fields(self._dtype, self._kv_type, name, size, self._block_size),
+            **measure_rates(self.device, self._dtype, self.phases),
         )
 
 
 def _check_flags(config: EngineConfig) -> None:
     """Raises InvalidConfig for what only our own implementations have."""
-    if config.quantization is not None:
-        raise InvalidConfig(
-            f"--quantization {config.quantization} is for the families that Penstock implements "
-            "itself, and this model is computed by a class of transformers; leave it out"
-        )
-    if config.lora is not None:
-        raise InvalidConfig(
-            "--enable-lora is for the families that Penstock implements itself, and this model is "
-            "computed by a class of transformers; leave it out"
-        )
+    wanted = {
+        f"--quantization {config.quantization}": config.quantization is not None,
+        "--enable-lora": config.lora is not None,
+        f"--attention-backend {config.attention_backend}": (
+            config.attention_backend is not AttentionBackend.AUTO
+        ),
+    }
+    for flag, is_given in wanted.items():
+        if is_given:
+            raise InvalidConfig(
+                f"{flag} is for the families that Penstock implements itself, and this model is "
+                "computed by a class of transformers; leave it out"
+            )
     refuse_offload(config, "by a class of transformers")
-    if config.attention_backend is not AttentionBackend.AUTO:
-        raise InvalidConfig(
-            f"--attention-backend {config.attention_backend} is for the families that Penstock "
-            "implements itself, and this model is computed by a class of transformers; leave it out"
-        )
 
 
 def _attention_groups(model: TransformersModel, itemsize: int) -> tuple[AttentionGroup, ...]:

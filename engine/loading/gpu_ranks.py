@@ -1,42 +1,27 @@
-"""Starts a model that several GPUs compute: each rank's process finds its device, meets the others,
-and loads its part. Rank 0 is this process, with the first GPU that it sees; rank i has the i-th.
+"""Connects the ranks of a model that several GPUs compute. Rank 0 has the first GPU that it sees;
+rank i has the i-th.
 """
 
 import logging
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.device import CudaGpu, Gpu, Interpreter
-from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.executors.cuda.launched_step import LaunchedStep
-from penstock.engine.executors.first_rank import FirstRank, causes
-from penstock.engine.executors.followers import Followers, Start, Step
-from penstock.engine.loading.cpu_ranks import (
-    START_TIMEOUT_S,
-    first_rank,
-    flags_of,
-    layout_of,
-    wait_limit_s,
-)
-from penstock.engine.loading.gpu import load_on_gpu
+from penstock.engine.executors.cuda.device import CudaGpu, Device, Interpreter
+from penstock.engine.executors.followers import Followers, Start, layout_of
 from penstock.engine.memory.tiers.offload import offload_flag
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.logs import flush_all
-from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
 from penstock.engine.ranks.torch_ranks import TorchRanks
-from penstock.engine.step.executor import AdapterStore
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -49,62 +34,47 @@ _LOOK_S = 0.02
 _STOP_S = 10.0
 
 
-def build_cuda_ranks(
-    config: EngineConfig, phases: Phases, followers: Followers
-) -> FirstRank[CudaExecutor]:
-    """Tells the other ranks to begin, and loads this one's part. Raises PenstockError."""
-    model_dir, layout = Path(config.model), layout_of(config)
+def shared_by_gpus(config: EngineConfig) -> tuple[int, ...]:
+    """Descriptors of what the ranks share, for `connected`. Raises InvalidConfig for what several
+    GPUs do not compute."""
+    layout = layout_of(config)
     check_offload(config)
-    check_stages(layout, ModelConfig.from_dir(model_dir))
+    check_stages(layout, ModelConfig.from_dir(Path(config.model)))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())
-    with phases.timed("ranks", f"meeting {layout.size - 1} more processes"):
-        store, board = rendezvous_memory(), board_memory(layout.size)
-        followers.begin(config, store, board)
-        with causes(followers):
-            ranks = _connected(0, layout, store, board, followers)
-    return first_rank(
-        config, followers, ranks, lambda: load_on_gpu(config, model_dir, _gpu_of(0), phases, ranks)
-    )
+    return rendezvous_memory(), board_memory(layout.size)
 
 
-def follow_on_gpu(
-    start: Start, on_error: Callable[[BaseException], None]
-) -> tuple[Callable[[Step], None], AdapterStore | None]:
-    """Loads this rank's part, where it is not rank 0. Returns what computes that of each step, and
-    the store of its parts of adapters. on_error: called in another thread, with what its device
-    reports of a step."""
-    config, gpu = start.config, _gpu_of(start.rank)
-    assert start.board is not None, start
-    ranks = _connected(start.rank, layout_of(config), start.store, start.board)
-    executor = load_on_gpu(config, Path(config.model), gpu, ranks=ranks)
-    ranks.everyone.barrier()
-    ranks.wait_at_most(wait_limit_s(config))
-    launched: queue.SimpleQueue[LaunchedStep] = queue.SimpleQueue()
-
-    def watch() -> None:
-        # An error of a device is that of the next call that waits for it; and rank 0, which then
-        # waits for a step, sends no other one.
-        try:
-            if gpu.device.type == "cuda":
-                torch.cuda.set_device(gpu.device)  # a thread has the first GPU, and takes memory
-            while True:
-                step = launched.get()
-                step.wait_for_device()
-                if step.stage_time is not None:
-                    ranks.has_computed(step.step, step.stage_time.seconds)
-        except BaseException as error:
-            on_error(error)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return lambda step: launched.put(executor.follow(step.batch, step.sampled)), executor.adapters
+def connected(
+    start: Start, timeout_s: float, followers: Followers | None
+) -> tuple[TorchRanks, Device]:
+    """Where this rank is among all, once all are there, and its GPU. followers: whose end ends the
+    waiting of rank 0. Raises RankFailed."""
+    layout, (store, board) = start.layout, start.memory
+    rendezvous = Rendezvous(store, layout.size)
+    rendezvous.arrive(start.rank)
+    ends_s = time.monotonic() + timeout_s
+    while not rendezvous.all_are_here():
+        if followers is not None:
+            followers.check()
+        if time.monotonic() > ends_s:
+            raise RankFailed(f"a rank did not start within {timeout_s:g} s", rank=start.rank)
+        time.sleep(_LOOK_S)
+    if followers is not None:
+        followers.on_end(partial(_end, None, followers))  # to connect cannot be interrupted
+    gpu, alone = _gpu_of(start.rank), not _shares_device()
+    ranks = TorchRanks(rendezvous, start.rank, gpu.device, Board(board), layout, alone=alone)
+    ranks.wait_at_most(timeout_s)
+    if followers is not None:
+        followers.on_end(partial(_end, ranks, followers))
+    return ranks, gpu
 
 
 def check_offload(config: EngineConfig) -> None:
     """Raises InvalidConfig for a tier below the pools of several GPUs."""
     if flag := offload_flag(config):
         raise InvalidConfig(
-            f"{flags_of(layout_of(config))} cannot be combined with {flag} on GPUs, as each "
+            f"{layout_of(config).flags} cannot be combined with {flag} on GPUs, as each "
             "rank would have to move its share of every block at the same step; leave one of the "
             "two out"
         )
@@ -124,7 +94,7 @@ def check_num_gpus(layout: RankLayout, num_gpus: int) -> None:
     """Raises InvalidConfig where there are too few."""
     if num_gpus < layout.size:
         raise InvalidConfig(
-            f"{flags_of(layout)} needs {layout.size} GPUs, one for each rank, and torch finds "
+            f"{layout.flags} needs {layout.size} GPUs, one for each rank, and torch finds "
             f"{num_gpus} here; ask for fewer ranks, make more GPUs visible (CUDA_VISIBLE_DEVICES, "
             "docker run --gpus), or use --device cpu"
         )
@@ -134,37 +104,12 @@ def _shares_device() -> bool:
     return os.environ.get(SHARED_DEVICE) == "1"
 
 
-def _gpu_of(rank: int) -> Gpu:
+def _gpu_of(rank: int) -> Device:
     if _shares_device():
         return CudaGpu(torch.device("cuda", 0)) if torch.cuda.is_available() else Interpreter()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     return CudaGpu(device)
-
-
-def _connected(
-    rank: int, layout: RankLayout, store: int, board: int, followers: Followers | None = None
-) -> TorchRanks:
-    """Once all ranks are there. store, board: see `Start`. followers: whose end ends the waiting of
-    rank 0."""
-    rendezvous = Rendezvous(store, layout.size)
-    rendezvous.arrive(rank)
-    ends_s = time.monotonic() + START_TIMEOUT_S
-    while not rendezvous.all_are_here():
-        if followers is not None:
-            followers.check()
-        if time.monotonic() > ends_s:
-            raise RankFailed(f"a rank did not start within {START_TIMEOUT_S:g} s", rank=rank)
-        time.sleep(_LOOK_S)
-    alone = not _shares_device()
-    if followers is not None:
-        followers.on_end(partial(_end, None, followers))  # to connect cannot be interrupted
-    device = _gpu_of(rank).device
-    ranks = TorchRanks(rendezvous, rank, device, Board(board), layout, alone=alone)
-    ranks.wait_at_most(START_TIMEOUT_S)
-    if followers is not None:
-        followers.on_end(partial(_end, ranks, followers))
-    return ranks
 
 
 def _end(ranks: TorchRanks | None, followers: Followers, rank: int) -> None:

@@ -1,20 +1,19 @@
-"""`Loading`: the steps that a start has on any device, and what they find out."""
+"""`Loading`: the steps that a start has on any device, in their order, and what they find out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.device import Gpu
+from penstock.engine.executors.cuda.device import Device
+from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.choices import check_dtype, check_quantization, log_text_only
-from penstock.engine.loading.description import describe
-from penstock.engine.loading.grammars import load_grammars
-from penstock.engine.loading.place import Place
-from penstock.engine.loading.weights import log_widening, reading, weight_bytes, weight_source
+from penstock.engine.loading.description import describe, dtype_name
+from penstock.engine.loading.weights import log_widening, weight_bytes, weight_source
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.pool.kv_memory import identity_of
 from penstock.engine.memory.pool.kv_pool import PoolSize, resolve_max_model_len
@@ -22,66 +21,130 @@ from penstock.engine.memory.tiers.offload import refuse_with_states
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.lora.weights import RankPart
-from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.reader import Empty
 from penstock.engine.process.phases import Phases
-from penstock.engine.sampling.grammar_table import GrammarTable
+from penstock.engine.ranks.membership import Membership
+from penstock.engine.sampling.grammar_table import GrammarTable, load_grammars
 from penstock.engine.step.model_info import ModelInfo, QuantizationInfo
 
+if TYPE_CHECKING:  # which torch.distributed loads
+    from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
+
+# Where a rank is among those that compute a model together.
+Place: TypeAlias = "Membership | TorchRanks | SoleDevice"
 _CPU = torch.device("cpu")
 
 
-class Loading:
-    """The state that the steps share. whole: the model of all ranks; divided: what this rank has of
-    every layer; model: of its own layers. gpu: the device, a processor or a GPU. block_size: of the
-    pool where no flag says."""
+class Loading(ABC):
+    """One start, of one rank. place: its, among all."""
+
+    num_weight_bytes: int | None = None
+    """None where it is not known before they are read."""
+    quantization: QuantizationInfo | None = None
+    activations: int | None = None
+    """The bytes that the largest step needs besides weights and pool; None where that is not
+    measured."""
 
     def __init__(
         self,
         config: EngineConfig,
-        model_dir: Path,
-        phases: Phases,
+        directory: Path,
         place: Place,
-        gpu: Gpu,
-        block_size: int,
+        device: Device,
+        phases: Phases,
     ) -> None:
         """Raises InvalidConfig and InvalidModel."""
-        check_quantization(config, model_dir)
-        self.config, self.model_dir = config, model_dir
-        self.phases, self.place, self.gpu = phases, place, gpu
-        self.whole = ModelConfig.from_dir(model_dir)
+        self.config, self.directory = config, directory
+        self.place, self.device, self.phases = place, device, phases
+
+    def load(self) -> LoadedModel:
+        """Raises InvalidConfig and InvalidModel."""
+        self.plan()
+        quantized = self.quantize()
+        with self.phases.timed("weights", self.reading, total=self.num_weight_bytes):
+            self.read(quantized)
+            if quantized is not None:
+                self.quantization = quantized.info
+                del quantized  # the device has the codes now
+                self.device.release()
+            self.used = self.device.used_bytes()
+        self.activations = self.measure_step()
+        with self.phases.timed("kv_pool", "allocating the pool of keys and values"):
+            return self.complete(self.size_pool())
+
+    @abstractmethod
+    def plan(self) -> None:
+        """Decides what is to be in memory, before any of it is, so that what does not fit is
+        reported at once."""
+
+    def quantize(self) -> Quantized | None:
+        return None
+
+    @property
+    @abstractmethod
+    def reading(self) -> str:
+        """The line of the log before weights are read."""
+
+    @abstractmethod
+    def read(self, quantized: Quantized | None) -> None:
+        """quantized: the codes of layers, where the checkpoint's are not theirs."""
+
+    def measure_step(self) -> int | None:
+        return None
+
+    @abstractmethod
+    def size_pool(self) -> PoolSize: ...
+
+    @abstractmethod
+    def complete(self, size: PoolSize) -> LoadedModel:
+        """Allocates the pool, and makes what computes with it."""
+
+
+class DecoderLoading(Loading):
+    """The start of a family that has an implementation of ours. whole: the model of all ranks;
+    divided: what this rank has of every layer; model: of its own layers. default_block_size: where
+    no flag says."""
+
+    default_block_size: int
+
+    def __init__(self, config: EngineConfig, directory: Path, *others: Any) -> None:
+        check_quantization(config, directory)
+        super().__init__(config, directory, *others)
+        self.whole = ModelConfig.from_dir(directory)
         check_dtype(config.dtype, self.whole)
         if any(self.whole.recurrent):
             refuse_with_states(config)
-        self.shard = place.shard(self.whole)
+        ranks, rank = self.place.layout, self.place.rank
+        self.shard = Shard(self.whole, ranks.tensor_rank_of(rank), ranks.tensor_size)
         self.divided = self.shard.config
-        self.stage = place.stage(self.divided)
+        self.stage = Stage(self.divided, ranks.stage_of(rank), ranks.num_stages)
         self.model = self.stage.config
-        self.block_size = config.block_size or block_size
+        self.block_size = config.block_size or self.default_block_size
         self.make_linear: MakeLinear = PlainLinear
 
     def plan_weights(
         self, dtype: torch.dtype, kept: CodePolicy, plan_kept: CodePolicy | None = None
     ) -> None:
-        """Before they are read, so that a model that does not fit is reported at once. kept: what
-        stays codes. plan_kept: the same of tensors without data."""
+        """kept: what stays codes. plan_kept: the same of tensors without data."""
         config, model = self.config, self.model
         self.dtype, self.kept = dtype, kept
         self.kv_type = kv_dtype(config.kv_cache_dtype, dtype)
         log_text_only(config, model)
         log_widening(model, dtype, kept)
-        self.plan = quantization_plan(config.quantization, model, dtype, plan_kept, self.stage)
+        self.rounding = quantization_plan(config.quantization, model, dtype, plan_kept, self.stage)
         self.num_weight_bytes = weight_bytes(
             model,
             config.load_format,
-            self.model_dir,
+            self.directory,
             dtype,
             kept=kept,
-            plan=self.plan,
+            plan=self.rounding,
             stage=self.stage,
         )
 
@@ -98,11 +161,11 @@ class Loading:
 
     def identity(self, computed_by: object) -> bytes:
         """Equal where a block of the same tokens has the same bytes."""
-        config, place = self.config, self.place
+        config, layout = self.config, self.place.layout
         formats = (self.dtype, self.kv_type, config.load_format, config.quantization)
-        divided = () if place.is_alone else (place.layout,)
+        divided = () if layout.size == 1 else (layout,)
         what = (self.model, formats, self.block_size, computed_by, self.layout, *divided)
-        return identity_of(self.model_dir, *what)
+        return identity_of(self.directory, *what)
 
     def least(self, size: PoolSize) -> PoolSize:
         """As many blocks as the rank has room for that has least."""
@@ -110,29 +173,32 @@ class Loading:
         num_blocks, *more, max_len = numbers
         return PoolSize(num_blocks, max_len, tuple(more))
 
-    def quantize(self, num_threads: int, kept: CodePolicy | None = None) -> Quantized | None:
+    @property
+    def num_threads(self) -> int:
+        raise NotImplementedError
+
+    def quantize(self) -> Quantized | None:
         """Rounds on the device. The codes wait in this machine's memory until they are loaded."""
-        if self.plan is None:
+        if self.rounding is None:
             return None
-        with torch.inference_mode():
-            return quantize(
-                self.config,
-                self.model_dir,
-                self.plan,
-                self.phases,
-                num_threads,
-                self.gpu.device,
-                kept,
-                self.shard,
-                self.stage,
-            )
+        return quantize(
+            self.config,
+            self.directory,
+            self.rounding,
+            self.phases,
+            self.num_threads,
+            self.device.device,
+            self.kept if self.device.has_kernels else None,
+            self.shard,
+            self.stage,
+        )
 
-    def reading(self) -> AbstractContextManager[None]:
-        """The phase in which weights are read."""
-        what = reading(self.num_weight_bytes, self.dtype)
-        return self.phases.timed("weights", what, total=self.num_weight_bytes)
+    @property
+    def reading(self) -> str:
+        assert self.num_weight_bytes is not None
+        size = self.num_weight_bytes / 2**30
+        return f"reading {size:.3f} GiB of weights, as {dtype_name(self.dtype)}"
 
-    @torch.inference_mode()
     def read_weights(
         self,
         quantized: Quantized | None,
@@ -140,14 +206,14 @@ class Loading:
         empty: Empty,
         max_model_len: int,
         **how: Any,
-    ) -> LlamaModel:
+    ) -> None:
         """Each weight is read once, by one of several threads, to where it stays. how: further
         arguments of `LlamaModel`."""
         # The threads that read are Python's; each of torch's calls inside them uses one.
         torch.set_num_threads(1)
         source = weight_source(
             self.config.load_format,
-            self.model_dir,
+            self.directory,
             self.model,
             empty,
             self.phases,
@@ -156,16 +222,17 @@ class Loading:
             kept=self.kept,
             shard=self.shard,
         )
-        return LlamaModel(
+        tensor = self.place.tensor
+        self.llama = LlamaModel(
             self.model,
             self.stage.of(source),
             self.make_linear,
             gathered_attention,
             max_model_len=max_model_len,
-            device=self.gpu.device,
+            device=self.device.device,
             num_load_threads=num_threads,
             shard=self.shard,
-            group=self.place.group,
+            group=tensor if tensor.size > 1 else None,
             stage=self.stage,
             dtype=self.dtype,
             **how,
@@ -173,50 +240,35 @@ class Loading:
 
     def grammars(self) -> GrammarTable:
         ids = self.whole.vocab_size, self.model.eos_token_ids
-        return load_grammars(self.config, self.model_dir, *ids, samples=self.place.is_first)
+        return load_grammars(self.config, self.directory, *ids, samples=self.place.rank == 0)
 
-    def adapters(
-        self,
-        make: Callable[[Adapter], Any] = lambda adapter: adapter,
-        drop: Callable[[Any], None] = lambda weights: None,
-    ) -> Adapters:
-        """make, drop: see `Adapters`."""
+    def adapters(self, **make_and_drop: Callable[..., Any]) -> Adapters:
+        """make_and_drop: see `Adapters`."""
         return Adapters(
             self.config.lora,
             self.model,
             self.dtype,
             _CPU,
             self.config.scheduler.max_num_seqs,
-            make,
-            drop,
-            RankPart(whole=self.whole, shard=self.shard, first_layer=self.stage.layers.start),
+            part=RankPart(whole=self.whole, shard=self.shard, first_layer=self.stage.layers.start),
+            **make_and_drop,
         )
 
-    def described(
-        self,
-        llama: LlamaModel,
-        size: PoolSize,
-        rates: tuple[float | None, float | None],
-        quantization: QuantizationInfo | None,
-        computed_by: str | None = None,
-    ) -> ModelInfo:
-        """rates: of `measure_rates`."""
-        bandwidth, flops = rates
+    def described(self, size: PoolSize, **measured: Any) -> ModelInfo:
+        """measured: see `describe`."""
         return describe(
             self.model,
             self.dtype,
-            self.gpu.name,
+            self.device.name,
             size,
             self.block_size,
-            bandwidth,
-            self.phases.seconds,
-            flops,
-            weight_bytes=llama.step_weight_bytes,
-            expert_bytes=llama.expert_bytes,
             kv_dtype=self.kv_type,
-            computed_by=computed_by,
-            quantization=quantization,
+            expert_bytes=self.llama.expert_bytes,
             layout=self.layout,
             whole=self.whole,
             ranks=self.place.layout,
+            weight_bytes=self.llama.step_weight_bytes,
+            load_seconds=self.phases.seconds,
+            quantization=self.quantization,
+            **measured,
         )

@@ -35,11 +35,19 @@ class DevicePipeline:
     after: TorchGroup | None = None
     _arrived: Tensor | None = field(default=None, init=False)
 
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
     def allocate(
         self, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """For the states of a step, in memory that does not move."""
-        if self.before is not None:
+        if not self.is_first:
             self._arrived = torch.zeros(max_num_tokens, hidden_size, dtype=dtype, device=device)
 
     def arrived(self, num_tokens: int) -> Tensor:

@@ -86,7 +86,7 @@ class Doing:
 class SoleRank:
     """`Group` of one process, which has nothing to wait for."""
 
-    rank, size = 0, 1
+    rank, size, is_capturable = 0, 1, True
 
     def __init__(self) -> None:
         self.doing = Doing()
@@ -102,3 +102,6 @@ class SoleRank:
 
     def barrier(self) -> None:
         """All are here."""
+
+    def end(self, rank: int) -> None:
+        """Nobody is waited for."""

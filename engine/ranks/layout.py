@@ -22,6 +22,16 @@ class RankLayout:
         """How many ranks there are."""
         return self.tensor_size * self.num_stages
 
+    @property
+    def flags(self) -> str:
+        """Those that ask for so many ranks, for messages."""
+        flags = []
+        if self.tensor_size > 1:
+            flags.append(f"--tensor-parallel-size {self.tensor_size}")
+        if self.num_stages > 1:
+            flags.append(f"--pipeline-parallel-size {self.num_stages}")
+        return " with ".join(flags)
+
     def stage_of(self, rank: int) -> int:
         return (rank // self.tensor_size - 1) % self.num_stages
 

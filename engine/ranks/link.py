@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.ranks.group import Doing, RankFailed
+from penstock.engine.ranks.shared_memory import DONE, NS, PAGE, RankMemory, whole_pages
 
-_DONE, _ENDED = 0, 1  # see Outcome in links.cpp
 _SENT, _TAKEN = 0, 1  # see penstock_link_wait
-_NS = 10**9
-_PAGE = mmap.ALLOCATIONGRANULARITY
 # A message begins with its step, and the seconds that were computed for it.
 _HEAD_BYTES = 64
 
@@ -28,40 +25,26 @@ class LinkSize:
 
     @property
     def slot_bytes(self) -> int:
-        return _pages(_HEAD_BYTES + self.message_bytes)
+        return whole_pages(_HEAD_BYTES + self.message_bytes)
 
     @property
     def num_bytes(self) -> int:
         """The memory of a link, which takes none before it is written. Zeros at first."""
-        return _PAGE + self.num_messages * self.slot_bytes
+        return PAGE + self.num_messages * self.slot_bytes
 
 
 class Link:
     """One side of it: either that which calls `room` and `send`, or that which calls `receive` and
     `taken`, in turns. Messages are of tensors in this machine's memory."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        descriptor: int,
-        offset: int,
-        size: LinkSize,
-        *,
-        doing: Doing,
-        me: str,
-        other: tuple[int, str],
-        timeout_s: float,
-    ) -> None:
-        """library: of `native.library.load_ranks_library`. descriptor, offset: of the memory, of
-        which a link has `size.num_bytes`. me, other: for the message of a failure; other with the
-        number of its rank. timeout_s: for how long the other side is waited for."""
-        library.penstock_link_wait.restype = ctypes.c_int64
-        self._library = library
+    def __init__(self, memory: RankMemory, other: int, size: LinkSize, offset: int) -> None:
+        """other: the rank at its other side. offset: in the memory, of which a link has
+        `size.num_bytes`."""
+        memory.library.penstock_link_wait.restype = ctypes.c_int64
+        self.shared, self._library, self._other = memory, memory.library, other
         self._size = size
-        self._memory = mmap.mmap(descriptor, size.num_bytes, offset=offset)
+        self._memory = mmap.mmap(memory.descriptor, size.num_bytes, offset=offset)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._doing, self._me, self._other = doing, me, other
-        self.timeout_s = timeout_s
         self._number = 0  # of messages sent, or taken, by this side
         self.waited_s = 0.0
         """For how long the last `room` or `receive` waited."""
@@ -93,8 +76,9 @@ class Link:
         """Its memory may be written again."""
         self._count(_TAKEN)
 
-    def end(self) -> None:
-        """Ends the waiting for the other side, which has ended. May be called in any thread."""
+    def end(self, rank: int) -> None:
+        """Ends the waiting for the other side, as that rank has ended. May be called in any
+        thread."""
         self._library.penstock_link_end(self._address)
 
     @property
@@ -102,7 +86,7 @@ class Link:
         return ctypes.c_void_p(self._bytes.data_ptr())
 
     def _slot(self) -> Tensor:
-        first = _PAGE + self._number % self._size.num_messages * self._size.slot_bytes
+        first = PAGE + self._number % self._size.num_messages * self._size.slot_bytes
         return self._bytes[first : first + self._size.slot_bytes]
 
     def _head(self) -> Tensor:
@@ -123,20 +107,10 @@ class Link:
             self._address,
             ctypes.c_int64(which),
             ctypes.c_uint32(number & 0xFFFFFFFF),
-            ctypes.c_int64(began_ns + int(self.timeout_s * _NS)),
+            ctypes.c_int64(began_ns + self.shared.timeout_ns),
         )
-        self.waited_s = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - began_ns) / _NS
-        if outcome == _DONE:
-            return
-        rank, name = self._other
-        what = "has ended" if outcome == _ENDED else f"did not come within {self.timeout_s:g} s"
-        whole = "the states before it" if which == _SENT else "room for its states"
-        raise RankFailed(
-            f"{name} {what} while {self._me} waited for it in {self._doing} ({whole}, message "
-            f"{self._number + 1})",
-            rank=rank,
-        )
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE
+        self.waited_s = (time.clock_gettime_ns(time.CLOCK_MONOTONIC) - began_ns) / NS
+        if outcome != DONE:
+            awaited = "the states before it" if which == _SENT else "room for its states"
+            where = f"{awaited}, message {self._number + 1}"
+            raise self.shared.failed(self._other, outcome, where)

@@ -5,124 +5,94 @@ layers are split, and then the links from each stage to the next.
 """
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from penstock.engine.ranks.group import Doing
-from penstock.engine.ranks.layout import RankLayout
+import torch
+
+from penstock.engine.ranks.group import SoleRank
+from penstock.engine.ranks.layout import ONE_RANK, RankLayout
 from penstock.engine.ranks.link import Link, LinkSize
 from penstock.engine.ranks.pipeline import Pipeline
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes
+from penstock.engine.ranks.shared_memory import RankMemory, SharedMemoryGroup, group_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """everyone: all ranks. tensor: those that split the layers of this one's stage; None where it
-    has them alone. pipeline: to the stages beside it."""
+    """Where a rank is among all; by default it is the only one.
 
-    everyone: SharedMemoryGroup
-    tensor: SharedMemoryGroup | None
-    pipeline: Pipeline
+    everyone: all ranks. tensor: those that split the layers of this one's stage. pipeline: to the
+    stages beside it. pools: descriptors of memory for the pools of the ranks after the first, where
+    rank 0 moves blocks of all.
+    """
+
+    layout: RankLayout = ONE_RANK
+    everyone: SharedMemoryGroup | SoleRank = field(default_factory=SoleRank)
+    tensor: SharedMemoryGroup | SoleRank = field(default_factory=SoleRank)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    pools: Sequence[int] = ()
+    memory: RankMemory | None = None
 
     @classmethod
     def join(
-        cls,
-        library: ctypes.CDLL,
-        descriptor: int,
-        layout: RankLayout,
-        link_size: LinkSize,
-        rank: int,
-        *,
-        timeout_s: float,
+        cls, memory: RankMemory, link_size: LinkSize, pools: Sequence[int] = ()
     ) -> "Membership":
-        """descriptor: of memory of `membership_bytes`. link_size: of links between stages.
-        timeout_s: for how long a rank waits for another."""
-        doing = Doing()
-        own = _Own(library, descriptor, layout, link_size, rank, timeout_s, doing)
-        everyone = own.group(0, range(layout.size))
-        if layout.num_stages == 1:
-            return cls(everyone, everyone, Pipeline())
-        stage = layout.stage_of(rank)
-        before = own.link(stage - 1, stage - 1) if stage > 0 else None
-        after = own.link(stage, stage + 1) if stage < layout.num_stages - 1 else None
-        pipeline = Pipeline(stage, layout.num_stages, doing, before, after)
-        return cls(everyone, own.tensor_group(stage), pipeline)
+        """memory: of `membership_bytes`. link_size: of links between stages."""
+        layout, library = memory.layout, memory.library
+        everyone = SharedMemoryGroup(memory, range(layout.size))
+        tensor: SharedMemoryGroup | SoleRank = everyone
+        pipeline = Pipeline()
+        if layout.num_stages > 1:
+            stage, part = layout.stage_of(memory.rank), layout.tensor_rank_of(memory.rank)
+
+            def link(sender: int, other_stage: int) -> Link:
+                number = sender * layout.tensor_size + part
+                offset = _links_offset(library, layout) + number * link_size.num_bytes
+                return Link(memory, layout.rank_of(other_stage, part), link_size, offset)
+
+            before = link(stage - 1, stage - 1) if stage > 0 else None
+            after = link(stage, stage + 1) if stage < layout.num_stages - 1 else None
+            pipeline = Pipeline(stage, layout.num_stages, memory.doing, before, after)
+            tensor = SoleRank()
+            if (size := layout.tensor_size) > 1:
+                first = layout.rank_of(stage, 0)
+                offset = group_bytes(library, layout.size) + stage * group_bytes(library, size)
+                tensor = SharedMemoryGroup(memory, range(first, first + size), offset)
+        return cls(
+            layout=layout,
+            everyone=everyone,
+            tensor=tensor,
+            pipeline=pipeline,
+            pools=pools,
+            memory=memory,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.everyone.rank
+
+    def least(self, numbers: list[int]) -> list[int]:
+        """The least of each number that any rank has; the same on all ranks."""
+        mine = torch.tensor(numbers)
+        every = self.everyone.gather(mine)
+        if every is not None:
+            mine = every.amin(0)
+        self.everyone.broadcast(mine)
+        return [int(number) for number in mine]
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on, for another rank."""
-        for group in self._groups:
-            group.timeout_s = timeout_s
-        for link in self._links:
-            link.timeout_s = timeout_s
+        if self.memory is not None:
+            self.memory.timeout_s = timeout_s
 
     def end(self, rank: int) -> None:
         """Ends all waiting of this rank, as that one has ended. May be called in any thread."""
-        for group in self._groups:
-            group.end(rank)
-        for link in self._links:
-            link.end()
+        for each in (self.everyone, self.tensor, self.pipeline.before, self.pipeline.after):
+            if each is not None:
+                each.end(rank)
 
     def close(self) -> None:
         """Its memory goes with the process."""
-
-    @property
-    def _groups(self) -> list[SharedMemoryGroup]:
-        return [group for group in (self.everyone, self.tensor) if group is not None]
-
-    @property
-    def _links(self) -> list[Link]:
-        links = (self.pipeline.before, self.pipeline.after)
-        return [link for link in links if link is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A rank's view of the memory. See `Membership.join`."""
-
-    library: ctypes.CDLL
-    descriptor: int
-    layout: RankLayout
-    link_size: LinkSize
-    rank: int
-    timeout_s: float
-    doing: Doing
-
-    def group(self, offset: int, members: range) -> SharedMemoryGroup:
-        return SharedMemoryGroup(
-            self.library,
-            self.descriptor,
-            members.index(self.rank),
-            len(members),
-            timeout_s=self.timeout_s,
-            offset=offset,
-            doing=self.doing,
-            layout=self.layout,
-            members=members,
-        )
-
-    def tensor_group(self, stage: int) -> SharedMemoryGroup | None:
-        size = self.layout.tensor_size
-        if size == 1:
-            return None
-        first = self.layout.rank_of(stage, 0)
-        offset = _groups_offset(self.library, self.layout)
-        offset += stage * group_bytes(self.library, size)
-        return self.group(offset, range(first, first + size))
-
-    def link(self, sender: int, other_stage: int) -> Link:
-        """From stage `sender` to the next; other_stage: that of the two which is not this one's."""
-        layout, part = self.layout, self.layout.tensor_rank_of(self.rank)
-        other = layout.rank_of(other_stage, part)
-        number = sender * layout.tensor_size + part
-        return Link(
-            self.library,
-            self.descriptor,
-            offset=_links_offset(self.library, layout) + number * self.link_size.num_bytes,
-            size=self.link_size,
-            doing=self.doing,
-            me=layout.name_of(self.rank),
-            other=(other, layout.name_of(other)),
-            timeout_s=self.timeout_s,
-        )
 
 
 def membership_bytes(library: ctypes.CDLL, layout: RankLayout, link_size: LinkSize) -> int:
@@ -131,11 +101,7 @@ def membership_bytes(library: ctypes.CDLL, layout: RankLayout, link_size: LinkSi
     return _links_offset(library, layout) + num_links * link_size.num_bytes
 
 
-def _groups_offset(library: ctypes.CDLL, layout: RankLayout) -> int:
-    return group_bytes(library, layout.size)
-
-
 def _links_offset(library: ctypes.CDLL, layout: RankLayout) -> int:
     has_groups = layout.num_stages > 1 and layout.tensor_size > 1
     groups = group_bytes(library, layout.tensor_size) * layout.num_stages if has_groups else 0
-    return _groups_offset(library, layout) + groups
+    return group_bytes(library, layout.size) + groups

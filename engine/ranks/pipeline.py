@@ -31,6 +31,14 @@ class Pipeline:
     _began_s: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
 
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
     def in_step(self, step: int) -> "Self":
         self._step = step
         return self

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from torch import Tensor
 from penstock.engine.ranks.group import Doing, RankFailed
 from penstock.engine.ranks.layout import RankLayout
 
-_DONE, _ENDED = 0, 1  # see Outcome in ranks.cpp
+DONE, ENDED = 0, 1  # see Outcome in ranks.cpp and links.cpp
+NS = 10**9
+PAGE = mmap.ALLOCATIONGRANULARITY
 _ALL_REDUCE = {torch.float32: "float", torch.bfloat16: "bf16"}
-_NS = 10**9
-_PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 def shared_memory(num_bytes: int) -> int:
@@ -28,47 +29,65 @@ def shared_memory(num_bytes: int) -> int:
     return descriptor
 
 
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
+
+
 def group_bytes(library: ctypes.CDLL, size: int) -> int:
     """The memory of a group of so many ranks: whole pages."""
     library.penstock_ranks_bytes.restype = ctypes.c_int64
-    num_bytes: int = library.penstock_ranks_bytes(ctypes.c_int64(size))
-    return -(-num_bytes // _PAGE) * _PAGE
+    return whole_pages(library.penstock_ranks_bytes(ctypes.c_int64(size)))
+
+
+@dataclass(slots=True)
+class RankMemory:
+    """The memory in which all ranks of a layout meet, as one of them has it.
+
+    library: of `native.library.load_ranks_library`. descriptor: of `shared_memory`. timeout_s: for
+    how long this rank waits for another, from now on. doing: what it does.
+    """
+
+    library: ctypes.CDLL
+    descriptor: int
+    layout: RankLayout
+    rank: int
+    timeout_s: float
+    doing: Doing = field(default_factory=Doing)
+
+    @property
+    def timeout_ns(self) -> int:
+        return int(self.timeout_s * NS)
+
+    def failed(self, rank: int, outcome: int, where: str) -> RankFailed:
+        """The error of waiting for that rank, by the outcome of C++."""
+        names = self.layout.name_of
+        what = "has ended" if outcome == ENDED else f"did not come within {self.timeout_s:g} s"
+        return RankFailed(
+            f"{names(rank)} {what} while {names(self.rank)} waited for it in {self.doing} "
+            f"({where})",
+            rank=rank,
+        )
 
 
 class SharedMemoryGroup:
     """See `Group`. Of tensors in this machine's memory, contiguous; sums are of float32 or
     bfloat16."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        descriptor: int,
-        rank: int,
-        size: int,
-        *,
-        timeout_s: float,
-        offset: int = 0,
-        doing: Doing | None = None,
-        layout: RankLayout | None = None,
-        members: Sequence[int] = (),
-    ) -> None:
-        """library: of `native.library.load_ranks_library`. descriptor, offset: of the memory, of
-        which it has `group_bytes`. timeout_s: for how long a rank waits for another. doing: of this
-        process, where it is in several groups. layout: of all ranks, of which these are some;
-        members: the number that each has among all."""
-        self.rank, self.size = rank, size
-        self.doing = doing or Doing()
-        self.timeout_s = timeout_s
-        self._layout = layout or RankLayout(size)
-        self._members = list(members or range(size))
+    def __init__(self, memory: RankMemory, members: Sequence[int], offset: int = 0) -> None:
+        """members: of all ranks those in it, this one too. offset: in the memory, of which it has
+        `group_bytes`."""
+        self.memory, self._members = memory, list(members)
+        self.rank, self.size = members.index(memory.rank), len(members)
+        self.doing = memory.doing
+        self._library = library = memory.library
         for name in ("ranks_number", "ranks_missing", "ranks_stamp"):
             getattr(library, f"penstock_{name}").restype = ctypes.c_int64
         library.penstock_ranks_make.restype = ctypes.c_void_p
-        self._library = library
-        self._memory = mmap.mmap(descriptor, group_bytes(library, size), offset=offset)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        num_bytes = group_bytes(library, self.size)
+        self._mapped = mmap.mmap(memory.descriptor, num_bytes, offset=offset)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         made = library.penstock_ranks_make(
-            ctypes.c_void_p(address), ctypes.c_int64(rank), ctypes.c_int64(size)
+            ctypes.c_void_p(address), ctypes.c_int64(self.rank), ctypes.c_int64(self.size)
         )
         self._ranks = ctypes.c_void_p(made)
         weakref.finalize(self, library.penstock_ranks_free, self._ranks)
@@ -118,12 +137,12 @@ class SharedMemoryGroup:
         outcome = getattr(self._library, function)(
             self._ranks, *arguments, ctypes.c_int64(deadline_ns)
         )
-        if outcome != _DONE:
+        if outcome != DONE:
             raise self.failed(name, outcome)
 
     @property
     def timeout_ns(self) -> int:
-        return int(self.timeout_s * _NS)
+        return self.memory.timeout_ns
 
     @property
     def all_reduce_lane(self) -> tuple[int | None, int | None]:
@@ -135,18 +154,9 @@ class SharedMemoryGroup:
     def failed(self, name: str, outcome: int) -> RankFailed:
         """name: of the collective that ended with this outcome of C++."""
         missing = self._library.penstock_ranks_missing(self._ranks)
-        number = self._library.penstock_ranks_number(self._ranks)
-        if outcome == _ENDED:
-            rank, what = missing, "has ended"
-        else:
-            rank, what = self._members[missing], f"did not come within {self.timeout_s:g} s"
-        last = ""
+        where = f"{name}, collective {self._library.penstock_ranks_number(self._ranks)}"
+        rank = missing if outcome == ENDED else self._members[missing]
         if rank in self._members:
-            of = ctypes.c_int64(self._members.index(rank))
-            last = f"; its last was {self._library.penstock_ranks_stamp(self._ranks, of)}"
-        me = self._layout.name_of(self._members[self.rank])
-        return RankFailed(
-            f"{self._layout.name_of(rank)} {what} while {me} waited for it in {self.doing} "
-            f"({name}, collective {number}{last})",
-            rank=rank,
-        )
+            member = ctypes.c_int64(self._members.index(rank))
+            where += f"; its last was {self._library.penstock_ranks_stamp(self._ranks, member)}"
+        return self.memory.failed(rank, outcome, where)

@@ -42,7 +42,7 @@ _SETTINGS = {
 
 class TorchRanks:
     """One for a process. everyone: all ranks. tensor: those that split the layers of this one's
-    stage; None where it has them alone. pipeline: to the stages beside it."""
+    stage. pipeline: to the stages beside it."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TorchRanks:
         self.everyone = self._group(range(layout.size), None)
         self._groups = [self.everyone]
         _warm_up(self.everyone, device)
-        self.tensor: TorchGroup | None = self.everyone
+        self.tensor: TorchGroup | SoleRank = self.everyone
         self.pipeline = DevicePipeline()
         if layout.num_stages > 1:
             self.tensor, self.pipeline = self._join_stage()
@@ -147,7 +147,7 @@ class TorchRanks:
         else:
             dist.destroy_process_group()
 
-    def _join_stage(self) -> tuple[TorchGroup | None, DevicePipeline]:
+    def _join_stage(self) -> tuple[TorchGroup | SoleRank, DevicePipeline]:
         """Every rank makes all groups, in one order, also those that it is not in."""
         layout, tensor_ranks = self.layout, range(self.layout.tensor_size)
         tensor: TorchGroup | None = None
@@ -170,7 +170,7 @@ class TorchRanks:
         for each in (tensor, before, after):
             if each is not None:
                 _warm_up(each, self._device)
-        return tensor, DevicePipeline(
+        return tensor or SoleRank(), DevicePipeline(
             layout.stage_of(self.rank), layout.num_stages, self._peers.doing, before, after
         )
 
@@ -191,10 +191,11 @@ class TorchRanks:
 class SoleDevice:
     """`TorchRanks` of one process, which waits for its device alone."""
 
-    rank, layout, tensor = 0, ONE_RANK, None
+    rank, layout = 0, ONE_RANK
 
     def __init__(self) -> None:
-        self.everyone, self.pipeline = SoleRank(), DevicePipeline()
+        self.everyone = self.tensor = SoleRank()
+        self.pipeline = DevicePipeline()
 
     def at(self, step: int, phase: str) -> None:
         """Nobody asks where it is."""

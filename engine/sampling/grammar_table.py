@@ -3,11 +3,13 @@
 import ctypes
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 from llguidance import LLExecutor, LLMatcher
 
-from penstock.engine.sampling.grammar import Grammars, OpenGrammars
+from penstock.engine.config import EngineConfig
+from penstock.engine.sampling.grammar import GrammarCompiler, Grammars, OpenGrammars
 from penstock.scheduler.types import Request, RequestId, SlotAssignment
 
 # Mask words from which on several threads are used: 8 rows of 128,000 ids.
@@ -200,3 +202,19 @@ def _nth_set(row: memoryview, n: int) -> int:
         else:
             first, n = middle, n - num_before
     return 8 * first + [bit for bit in range(8) if row[first] >> bit & 1][n]
+
+
+def load_grammars(
+    config: EngineConfig,
+    model_dir: Path,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    *,
+    samples: bool = True,
+) -> GrammarTable:
+    """Makes the grammars of an executor. samples: whether this rank does; the others need no
+    tokenizer."""
+    grammars = Grammars(GrammarCompiler(model_dir, vocab_size, eos_token_ids, config.load_format))
+    if samples:
+        grammars.load_tokenizer()
+    return GrammarTable(grammars, config.scheduler.max_num_seqs, vocab_size)

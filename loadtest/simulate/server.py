@@ -126,7 +126,7 @@ def _sizing(
     args: argparse.Namespace, device: str, quantization: str | None, tensor_parallel_size: int
 ) -> "Sizing":
     """Returns the model on one device. Raises InvalidConfig and InvalidModel."""
-    from penstock.engine.loading.cpu_ranks import check_parallel
+    from penstock.engine.loading.ranks import check_parallel
     from penstock.engine.memory.dtypes import TORCH_DTYPES
     from penstock.engine.models.config import ModelConfig
     from penstock.engine.sizing.sizing import DEVICES, GB, Machine, Sizing

@@ -16,10 +16,10 @@ from penstock.engine.config import AdapterSource, EngineConfig, LoraConfig
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
-from penstock.engine.executors.followers import Followers
+from penstock.engine.executors.followers import Followers, layout_of
 from penstock.engine.ipc.supervisor import EndCause
 from penstock.engine.loading import cpu
-from penstock.engine.loading.cpu_ranks import build_parallel_executor, layout_of
+from penstock.engine.loading.ranks import build_ranks
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.parts.adapter import Adapter
@@ -136,7 +136,7 @@ def running(config: EngineConfig) -> Iterator[FirstRank[CpuExecutor]]:
     """With the other ranks in processes."""
     followers = Followers(layout_of(config))
     try:
-        yield build_parallel_executor(config, Phases(), followers)
+        yield build_ranks(config, Phases(), followers, on_gpus=False)
     finally:
         followers.close()
 

@@ -24,8 +24,8 @@ from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
-from penstock.engine.loading.gpu import load_on_gpu
-from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks, check_stages
+from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, check_stages
+from penstock.engine.loading.ranks import build_ranks
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
@@ -38,6 +38,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 from tests.support.adapters import save_adapter
+from tests.support.executors import cuda_executor
 from tests.support.parallel_answers import assert_close
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.rank_processes import is_running
@@ -127,7 +128,7 @@ def started(
         patch.setenv(SHARED_DEVICE, "1" if shares_device else "0")
         followers = Followers(RankLayout(tensor_size, num_stages))
         try:
-            ranks = build_cuda_ranks(config, Phases(), followers)
+            ranks = build_ranks(config, Phases(), followers, on_gpus=True)
             try:
                 yield ranks
             finally:
@@ -234,7 +235,7 @@ def test_ranks_round_their_own_weights(
     path = save(make_model("qwen3", **WHOLE_GROUPS), tmp_path / "model")
     config, asked = config_of(path, quantization=Quantization.INT8), requests(3)
     gpu = None if torch.cuda.is_available() else Interpreter()
-    expected = SteppedEngine(config, load_on_gpu(config, path, gpu)).run(asked)
+    expected = SteppedEngine(config, cuda_executor(config, path, gpu)).run(asked)
     with started(config, shares_device, 2) as ranks:
         for one, other in zip(expected, SteppedEngine(config, ranks).run(asked), strict=True):
             assert_close(one, other)

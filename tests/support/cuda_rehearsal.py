@@ -29,7 +29,6 @@ from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.kernels.tables import store_lengths
-from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
@@ -48,6 +47,7 @@ from penstock.scheduler.types import (
     ScheduledBatch,
 )
 from tests.bench.engine.models import model_fields
+from tests.support.executors import cuda_executor
 from tests.support.pretend_gpu import BrokenRule, PretendGpu
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.sampling_ways import WAYS
@@ -208,7 +208,7 @@ class Rehearsal:
         }
         self.gpu = gpu
         self.config = EngineConfig(**(settings | changes))
-        self.executor: CudaExecutor = load_on_gpu(self.config, model_dir, ranks=ranks)
+        self.executor: CudaExecutor = cuda_executor(self.config, model_dir, ranks=ranks)
         info, tier = self.executor.info, self.executor.tier
         assert tier is None or isinstance(tier, HostTier), tier
         self.tier = tier

@@ -14,10 +14,8 @@ from torch import Tensor
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.first_rank import FirstRank
-from penstock.engine.executors.followers import Step
-from penstock.engine.loading.cpu_ranks import join, layout_of, link_size
-from penstock.engine.loading.place import Place
-from penstock.engine.loading.rank_pools import rank_pools
+from penstock.engine.executors.followers import Step, layout_of
+from penstock.engine.loading.ranks import join, link_size, rank_pools
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.decoder.model import Model
 from penstock.engine.native.library import load_ranks_library
@@ -32,7 +30,8 @@ def memberships(config: EngineConfig) -> list[Membership]:
     """One for each rank that the config asks for."""
     library, layout = load_ranks_library(), layout_of(config)
     memory = shared_memory(membership_bytes(library, layout, link_size(config)))
-    made = [join(config, memory, rank) for rank in range(layout.size)]
+    pools = rank_pools(config)
+    made = [join(config, memory, rank, pools) for rank in range(layout.size)]
     os.close(memory)
     for each in made:
         each.wait_at_most(20.0)
@@ -50,14 +49,12 @@ class RankThreads(FirstRank[CpuExecutor]):
     ) -> None:
         """change: what is done to each executor before it runs."""
         threads = [ThreadPoolExecutor(1) for _ in members]
-        pools = rank_pools(layout_of(config)) if config.kv_offload_dir else ()
         start = partial(cpu_executor, config, Path(config.model), None)
         futures = [
-            thread.submit(start, Place.on_cpu(each, layout_of(config), pools))
-            for thread, each in zip(threads, members, strict=True)
+            thread.submit(start, each) for thread, each in zip(threads, members, strict=True)
         ]
         self.ranks = _results(futures)
-        for pool in pools:
+        for pool in members[0].pools:
             os.close(pool)
         for rank in self.ranks:
             change(rank)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.executors.cuda.device import Gpu
+from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.cuda.pool_mover import STAGING_BYTES, PoolMover, pin
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.engine.memory.pool.kv_layout import GroupPool
@@ -60,7 +60,7 @@ class GpuOffload:
         files = None if directory is None else files_in(directory, config, identity)
         return cls(pools, num_slots, files)
 
-    def tier(self, pools: KVPools, gpu: Gpu) -> HostTier:
+    def tier(self, pools: KVPools, gpu: Device) -> HostTier:
         """After graphs were captured: pinning in a thread would break that. Raises InvalidConfig
         where no memory can be pinned."""
         on_gpu = gpu.device.type == "cuda"

@@ -20,11 +20,13 @@ _LARGEST_PROBE_BYTES = 2**31
 _HOST_PROBE_BYTES = 256 * 2**20
 
 
-class Gpu(Protocol):
-    """moves_memory: what `bandwidth` measures, as a participle."""
+class Device(Protocol):
+    """has_kernels: whether it computes by those of a GPU. moves_memory: what `bandwidth` measures,
+    as a participle."""
 
     device: torch.device
     name: str
+    has_kernels: bool
     moves_memory: str
 
     @property
@@ -48,9 +50,9 @@ class Gpu(Protocol):
 
 
 class CudaGpu:
-    """See `Gpu`."""
+    """See `Device`."""
 
-    moves_memory = "copied"
+    has_kernels, moves_memory = True, "copied"
 
     def __init__(self, device: torch.device) -> None:
         """Raises InvalidConfig for a GPU that is too old."""
@@ -85,11 +87,11 @@ class CudaGpu:
 
 
 class Processor:
-    """See `Gpu`."""
+    """See `Device`."""
 
     device = torch.device("cpu")
     name = "cpu"
-    moves_memory = "read"
+    has_kernels, moves_memory = False, "read"
 
     @property
     def total_bytes(self) -> int:
@@ -115,7 +117,7 @@ class Interpreter(Processor):
     """
 
     name = "cpu, by Triton's interpreter"
-    moves_memory = "copied"
+    has_kernels, moves_memory = True, "copied"
 
     def bandwidth(self) -> float | None:
         return None

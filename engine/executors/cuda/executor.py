@@ -14,7 +14,7 @@ the next stage between two graphs (`penstock.engine.ranks.device_pipeline`).
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,23 +22,22 @@ import torch
 from torch import Tensor
 
 from penstock.engine.executors.awaited_ids import AwaitedIds
+from penstock.engine.executors.cuda.block_tier import GpuOffload
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES, ChunkSteps
 from penstock.engine.executors.cuda.decode_steps import DecodeSteps
+from penstock.engine.executors.cuda.device import Device, Interpreter
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.launched_step import LaunchedStep, StageTime
 from penstock.engine.executors.cuda.state_tiles import DeviceStates
 from penstock.engine.executors.cuda.step_sampler import NoSampler, StepSampler
+from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.blocks import copy_blocks
 from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.kernels.tables import store_sampled, update_table
-from penstock.engine.memory.pool.kv_pool import KVPools
 from penstock.engine.models.decoder.fused import FusedModel
-from penstock.engine.models.lora.store import Adapters
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
-from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.step.executor import block_copies
-from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.stats import GraphSizes
 from penstock.scheduler.types import (
@@ -49,60 +48,52 @@ from penstock.scheduler.types import (
     ScheduledBatch,
 )
 
-_CPU = torch.device("cpu")
+
+@dataclass(slots=True, kw_only=True)
+class DeviceModel(LoadedModel):
+    """A model on one GPU. adapters: whose weights are slots of the model's. use_graphs: where the
+    model's attention can be captured. chunk_sizes: of `ChunkSteps`; None means its default on a
+    GPU, and none on CPU, where padding only costs. ranks: that compute the model together. All
+    execute the same batches, and rank 0 samples for all: after the graphs where these have sums
+    over ranks, since NCCL allows only the same graph on all of them. num_graphs: to be captured.
+    offload: to be set up after that, as pinning in a thread would break it."""
+
+    model: FusedModel
+    tables: DeviceTables
+    use_graphs: bool = True
+    chunk_sizes: Sequence[int] | None = None
+    ranks: TorchRanks | SoleDevice = SOLE_DEVICE
+    device: Device = field(default_factory=Interpreter)
+    num_graphs: int = 0
+    offload: GpuOffload | None = None
 
 
 class CudaExecutor:
-    """See `penstock.engine.step.executor.Executor`. `penstock.engine.loading.gpu` builds
-    one."""
+    """See `penstock.engine.step.executor.Executor`."""
 
     journals = ()
+    tier: BlockTier | None = None
+    """Set once the graphs have been captured."""
 
-    def __init__(
-        self,
-        model: FusedModel,
-        pool: KVPools,
-        tables: DeviceTables,
-        grammars: GrammarTable,
-        info: ModelInfo,
-        *,
-        max_num_seqs: int,
-        adapters: Adapters | None = None,
-        use_graphs: bool = True,
-        chunk_sizes: Sequence[int] | None = None,
-        ranks: TorchRanks | SoleDevice = SOLE_DEVICE,
-    ) -> None:
-        """adapters: whose weights are slots of the model's; None where it has none. use_graphs:
-        where the model's attention can be captured. chunk_sizes: of `ChunkSteps`; None means its
-        default on a GPU, and none on CPU, where padding only costs. ranks: that compute the model
-        together. All execute the same batches, and rank 0 samples for all: after the graphs where
-        these have sums over ranks, since NCCL allows only the same graph on all of them.
-        """
-        self.pool = pool
-        self.tier: BlockTier | None = None
-        """Set once the graphs have been captured."""
-        self.adapters = adapters or Adapters(None, None, torch.float32, _CPU, max_num_seqs)
-        self._model, self._tables, self._grammars = model, tables, grammars
+    def __init__(self, loaded: DeviceModel) -> None:
+        model, tables, ranks, pool = loaded.model, loaded.tables, loaded.ranks, loaded.pool
+        self.pool, self.adapters = pool, loaded.adapters
+        self._model, self._tables, self._grammars = model, tables, loaded.grammars
         self._device = tables.lengths.device
         self._ranks, self._pipeline = ranks, ranks.pipeline
         self._has_stages = ranks.pipeline.num_stages > 1
-        self._has_output_layer = ranks.pipeline.after is None
+        self._has_output_layer = ranks.pipeline.is_last
         self._stage_time: StageTime | None = None
         self._awaited = AwaitedIds()  # where this is the first stage
         self._samples = ranks.rank == 0
-        self._sampler: StepSampler | NoSampler = NoSampler(max_num_seqs, self._device)
-        sampler_of_graphs = None
-        if self._samples:
-            self._sampler = StepSampler(max_num_seqs, info.vocab_size, self._device, grammars)
-            if ranks.tensor is None:
-                sampler_of_graphs = self._sampler
-        self._samples_in_graphs = sampler_of_graphs is not None
-        self._prompts = PromptReader(info.vocab_size, model.logits_of_normed)
+        self._samples_in_graphs = self._samples and ranks.tensor.size == 1
+        self._sampler, sampler_of_graphs = self._make_sampler(loaded)
+        self._prompts = PromptReader(loaded.info.vocab_size, model.logits_of_normed)
         self._launched: LaunchedStep | None = None
         self._states = None
         if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any
             self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
-        use_graphs = use_graphs and model.is_capturable
+        use_graphs = loaded.use_graphs and model.is_capturable
         self._decodes = DecodeSteps(
             model,
             tables,
@@ -110,12 +101,23 @@ class CudaExecutor:
             use_graphs=use_graphs,
             has_output_layer=self._has_output_layer,
         )
+        chunk_sizes = loaded.chunk_sizes
         if chunk_sizes is None:
             chunk_sizes = CHUNK_SIZES if self._device.type == "cuda" else ()
         takes_chunks = use_graphs and model.takes_decode_lens
         self._chunks = ChunkSteps(model, tables, chunk_sizes if takes_chunks else ())
         graph_sizes = GraphSizes(decodes=tuple(self._decodes.sizes), chunks=self._chunks.sizes)
-        self.info = replace(info, runs_ahead=True, graph_sizes=graph_sizes)
+        self.info = replace(loaded.info, runs_ahead=True, graph_sizes=graph_sizes)
+
+    def _make_sampler(
+        self, loaded: DeviceModel
+    ) -> tuple[StepSampler | NoSampler, StepSampler | None]:
+        """Returns what samples after the graphs, and in them."""
+        seqs, vocab_size = loaded.max_num_seqs, loaded.info.vocab_size
+        if not self._samples:
+            return NoSampler(seqs, self._device), None
+        sampler = StepSampler(seqs, vocab_size, self._device, loaded.grammars)
+        return sampler, sampler if self._samples_in_graphs else None
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         self.adapters.prepare(request)
@@ -136,7 +138,7 @@ class CudaExecutor:
     def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> LaunchedStep:
         """This rank's part of a step, where it is not rank 0. sampled: where there are several
         stages, the ids of the steps that rank 0 has completed since the last call, in order."""
-        if not self._has_stages or self._pipeline.before is not None:
+        if not self._has_stages or not self._pipeline.is_first:
             return self.execute(batch)  # the ids come on the device, or are not embedded here
         if ids := list(self._awaited.told(sampled)):
             update_table(self._tables.upload(ids), self._tables.token_table)
@@ -234,7 +236,7 @@ class CudaExecutor:
         ids = self._sampler.sample_after_graph(
             logits, slots, lengths, device_slots, device_lengths, table
         )
-        if self._ranks.tensor is not None and not self._has_stages:
+        if not self._has_stages:
             self._ranks.tensor.broadcast(ids)  # all embed them in the next step
         store_sampled(ids, device_slots, device_lengths, table)
         return ids

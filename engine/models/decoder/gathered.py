@@ -43,13 +43,3 @@ def joined(parts: Tensor, logits: Tensor) -> Tensor:
     for into, each in zip(columns, parts, strict=False):  # the last ranks may have none
         into.copy_(each[:, : into.shape[1]])
     return logits
-
-
-def least(group: Group, numbers: list[int]) -> list[int]:
-    """Returns the least of each number that any rank has; the same on all ranks."""
-    mine = torch.tensor(numbers)
-    of_all = group.gather(mine)
-    if of_all is not None:
-        mine = of_all.amin(0)
-    group.broadcast(mine)
-    return [int(number) for number in mine]

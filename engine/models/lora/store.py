@@ -194,3 +194,8 @@ class Adapters:
                 self._drop(held.weights)
                 if self._others is not None:
                     self._others.unload_adapter(held.loaded.id)
+
+
+def no_adapters(max_num_seqs: int) -> Adapters:
+    """For a model that none can be loaded for."""
+    return Adapters(None, None, torch.float32, torch.device("cpu"), max_num_seqs)

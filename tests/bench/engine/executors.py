@@ -11,13 +11,14 @@ from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.first_rank import FirstRank
 from penstock.engine.executors.followers import Followers
-from penstock.engine.loading.gpu import load_on_gpu
-from penstock.engine.loading.gpu_ranks import SHARED_DEVICE, build_cuda_ranks
+from penstock.engine.loading.gpu_ranks import SHARED_DEVICE
+from penstock.engine.loading.ranks import build_ranks as build_all_ranks
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.layout import RankLayout
 from penstock.scheduler.config import SchedulerConfig
 from tests.bench.engine.timing import compute_dtype, the_device
+from tests.support.executors import cuda_executor
 
 # In Triton's interpreter: few enough that the last point of a sweep does not fit.
 _INTERPRETED_BLOCK_SIZE, _INTERPRETED_BLOCKS = 16, 40
@@ -46,7 +47,7 @@ def build_executor(
     if kv_cache_memory_bytes is not None and the_device().type == "cuda":
         config = replace(config, kv_cache_memory_bytes=kv_cache_memory_bytes)
     gpu = None if the_device().type == "cuda" else Interpreter()
-    return load_on_gpu(config, model_dir, gpu)
+    return cuda_executor(config, model_dir, gpu)
 
 
 def build_ranks(
@@ -68,7 +69,7 @@ def build_ranks(
     )
     followers = Followers(layout)
     try:
-        return build_cuda_ranks(config, Phases(), followers)
+        return build_all_ranks(config, Phases(), followers, on_gpus=True)
     except BaseException:
         followers.close()
         raise

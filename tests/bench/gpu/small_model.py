@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.executors.cuda.device_tables import DeviceTables
-from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.loading.description import describe
@@ -28,6 +28,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.lora.store import no_adapters
 from penstock.engine.models.parts.attention.rotary import rotate
 from penstock.engine.models.weights import RandomWeights
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
@@ -143,20 +144,23 @@ class SmallModel:
         )
         size = PoolSize(num_blocks=num_blocks, max_model_len=sizes.max_len)
         info = describe(
-            self.config, self.dtype, str(device), size, sizes.block_size, None, {}, None,
+            self.config, self.dtype, str(device), size, sizes.block_size, load_seconds={},
             weight_bytes=self.llama.step_weight_bytes, expert_bytes=self.llama.expert_bytes,
             kv_dtype=self.dtype,
         )  # fmt: skip
         return CudaExecutor(
-            FusedModel(self.llama, pool, attention, rows),
-            pool,
-            DeviceTables(rows, sizes.max_len, sizes.block_size, [num_blocks], device),
-            GrammarTable(grammars, rows, self.config.vocab_size),
-            info,
-            max_num_seqs=rows,
-            use_graphs=graphs,
-            # On a CPU no graph is captured, but steps are padded to these sizes as if they were.
-            chunk_sizes=sizes.chunk_sizes if chunk_graphs else (),
+            DeviceModel(
+                model=FusedModel(self.llama, pool, attention, rows),
+                pool=pool,
+                tables=DeviceTables(rows, sizes.max_len, sizes.block_size, [num_blocks], device),
+                grammars=GrammarTable(grammars, rows, self.config.vocab_size),
+                info=info,
+                max_num_seqs=rows,
+                use_graphs=graphs,
+                # On a CPU no graph is captured, but steps are padded to these as if they were.
+                chunk_sizes=sizes.chunk_sizes if chunk_graphs else (),
+                adapters=no_adapters(rows),
+            )
         )
 
     def greedy(self) -> list[Request]:

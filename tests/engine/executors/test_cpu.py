@@ -12,13 +12,12 @@ from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.loading.executor import build_executor
-from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import BlockCopy, SamplingParams, SlotAssignment, TableUpdate
 from tests.support.compiler import needs_compiler
-from tests.support.executors import cpu_executor
+from tests.support.executors import cpu_executor, cuda_executor
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import (
@@ -284,4 +283,4 @@ def test_gemma_3_in_float16_is_refused_before_its_weights_are_read(
     with pytest.raises(InvalidConfig, match=f"--dtype is {dtype}.* gemma3_text .*--dtype bfloat16"):
         cpu_executor(config, tmp_path)
     with pytest.raises(InvalidConfig, match="above 65504, which float16 does not hold"):
-        load_on_gpu(config, tmp_path, Interpreter())
+        cuda_executor(config, tmp_path, Interpreter())

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device_tables import DeviceTables
-from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.memory.pool.kv_layout import KVLayout
@@ -23,6 +23,7 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.lora.store import no_adapters
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -88,13 +89,16 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
     attention = PagedAttention(windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32)
     grammars = Grammars(GrammarCompiler(STORIES, config.vocab_size, config.eos_token_ids))
     return CudaExecutor(
-        FusedModel(llama, pool, attention, MAX_SEQS),
-        pool,
-        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, [NUM_BLOCKS], DEVICE),
-        GrammarTable(grammars, MAX_SEQS, config.vocab_size),
-        replace(like.info, num_blocks=NUM_BLOCKS),
-        max_num_seqs=MAX_SEQS,
-        chunk_sizes=chunk_sizes,
+        DeviceModel(
+            model=FusedModel(llama, pool, attention, MAX_SEQS),
+            pool=pool,
+            tables=DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, [NUM_BLOCKS], DEVICE),
+            grammars=GrammarTable(grammars, MAX_SEQS, config.vocab_size),
+            info=replace(like.info, num_blocks=NUM_BLOCKS),
+            max_num_seqs=MAX_SEQS,
+            chunk_sizes=chunk_sizes,
+            adapters=no_adapters(MAX_SEQS),
+        )
     )
 
 

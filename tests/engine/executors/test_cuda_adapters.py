@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.config import AdapterSource, LoraConfig
 from penstock.engine.errors import AdapterRefused, UnknownAdapter
 from penstock.engine.executors.cuda.device_tables import DeviceTables
-from penstock.engine.executors.cuda.executor import CudaExecutor
+from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
 from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.loading.description import describe
@@ -26,7 +26,7 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.lora.slots import AdapterSlots
-from penstock.engine.models.lora.store import Adapters
+from penstock.engine.models.lora.store import Adapters, no_adapters
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -105,8 +105,8 @@ def _executor(
         "here",
         size,
         BLOCK_SIZE,
-        None,
-        {},
+        measured_bandwidth_bytes_per_s=None,
+        load_seconds={},
         weight_bytes=llama.step_weight_bytes,
         expert_bytes=0,
         kv_dtype=dtype,
@@ -118,14 +118,16 @@ def _executor(
         adapters = Adapters(lora, config, dtype, cpu, MAX_SEQS, make=slots.put, drop=slots.free)
     grammars = Grammars(GrammarCompiler(path, config.vocab_size, config.eos_token_ids))
     return CudaExecutor(
-        FusedModel(llama, pool, attention, MAX_SEQS, slots),
-        pool,
-        DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, size.by_group, DEVICE),
-        GrammarTable(grammars, MAX_SEQS, config.vocab_size),
-        info,
-        max_num_seqs=MAX_SEQS,
-        adapters=adapters,
-        chunk_sizes=chunk_sizes,
+        DeviceModel(
+            model=FusedModel(llama, pool, attention, MAX_SEQS, slots),
+            pool=pool,
+            tables=DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, size.by_group, DEVICE),
+            grammars=GrammarTable(grammars, MAX_SEQS, config.vocab_size),
+            info=info,
+            max_num_seqs=MAX_SEQS,
+            adapters=adapters or no_adapters(MAX_SEQS),
+            chunk_sizes=chunk_sizes,
+        )
     )
 
 

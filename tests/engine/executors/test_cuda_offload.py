@@ -13,13 +13,13 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 from penstock.engine.config import EngineConfig, KVCacheDtype
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.loading.gpu_ranks import check_offload
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.scheduler import Scheduler
+from tests.support.executors import cuda_executor
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import engine_config, make_model, save
@@ -58,7 +58,7 @@ class Served:
     """An engine of few blocks, whose steps are launched ahead."""
 
     def __init__(self, config: EngineConfig, num_blocks: int = 3) -> None:
-        self.executor: CudaExecutor = load_on_gpu(config, Path(config.model), Interpreter())
+        self.executor: CudaExecutor = cuda_executor(config, Path(config.model), Interpreter())
         info = self.executor.info
         groups = [replace(group, num_blocks=num_blocks) for group in info.kv_groups]
         tier = self.executor.tier
@@ -156,7 +156,7 @@ def test_what_a_gpu_has_no_room_for_or_cannot_do_is_said_before_the_start(
         ({"kv_offload_bytes": 100}, "has no room for one block of this model.*raise it"),
     ):
         with pytest.raises(InvalidConfig, match=message):
-            load_on_gpu(
+            cuda_executor(
                 configured(tiny, kv_offload_dir=str(directory), **changes), tiny, Interpreter()
             )
     assert not directory.exists()

@@ -24,8 +24,6 @@ from penstock.engine.config import (
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cuda.device import Interpreter, check_capability
 from penstock.engine.executors.cuda.first_steps import largest_step
-from penstock.engine.loading.gpu import load_on_gpu
-from penstock.engine.loading.ledger import Ledger
 from penstock.engine.memory.gpu_budget import (
     GIB,
     MemoryBudget,
@@ -36,6 +34,7 @@ from penstock.engine.memory.gpu_budget import (
     pool_advice,
     pool_bytes,
 )
+from penstock.engine.memory.ledger import Ledger
 from penstock.engine.memory.pool.kv_layout import GroupPool
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.models.at_load.quantize import quantization_plan
@@ -46,6 +45,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
 from tests.support.adapters import save_adapter
+from tests.support.executors import cuda_executor
 from tests.support.gguf_files import quantized, write_gguf
 from tests.support.kernels import ON_GPU
 from tests.support.paths import DEMO_MODEL
@@ -98,7 +98,7 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
     config = interpreted(tiny, dtype=dtype)
     requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
     expected = SteppedEngine(config).run(requests)
-    engine = SteppedEngine(config, load_on_gpu(config, tiny, Interpreter()))
+    engine = SteppedEngine(config, cuda_executor(config, tiny, Interpreter()))
     found = engine.run(requests)
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
     with pytest.raises(UnknownAdapter, match="no adapter 'french'"):
@@ -118,7 +118,7 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     requests = [make_request("a", 5, max_tokens=2)]
     plain, config = interpreted(tmp_path / "plain"), interpreted(path)
     (expected,) = SteppedEngine(plain).run(requests)
-    executor = load_on_gpu(config, path, Interpreter())
+    executor = cuda_executor(config, path, Interpreter())
     assert "stored as" not in caplog.text
     (found,) = SteppedEngine(config, executor).run(requests)
     assert ids_of(found) == ids_of(expected)
@@ -145,7 +145,7 @@ def test_adapters_of_a_model_that_is_set_up_give_what_the_cpu_executor_gives(
     found: list[Any] = []
     for base in (plain, path):
         config = interpreted(base, lora=LoraConfig(max_loras=2, max_rank=8))
-        executor = load_on_gpu(config, base, Interpreter()) if found else None
+        executor = cuda_executor(config, base, Interpreter()) if found else None
         engine = SteppedEngine(config, executor)
         assert engine.executor.adapters is not None
         source = AdapterSource(name="adapter", path=str(adapter))
@@ -168,7 +168,7 @@ def test_groups_that_no_kernel_has_become_plain_and_the_log_says_what_that_costs
     settings = FORMATS["fp8-block"].settings | {"weight_block_size": [32, 8]}
     narrow = QuantizedFormat("FP8", settings, fp8((32, 8), "weight_scale_inv"), "fp8")
     save_quantized(make_model("qwen3"), tmp_path, narrow)
-    executor = load_on_gpu(interpreted(tmp_path), tmp_path, Interpreter())
+    executor = cuda_executor(interpreted(tmp_path), tmp_path, Interpreter())
     assert "the weights are stored as FP8" in caplog.text
     plain = ModelConfig.from_dir(tmp_path).step_weight_bytes(4, AsStored().num_bytes)
     assert executor.info.weight_bytes == plain
@@ -188,7 +188,7 @@ def test_weights_are_rounded_at_load_compared_and_cached(
     path = save(make_model("qwen3", vocab_size=2048), tmp_path / "model")
     shutil.copy(DEMO_MODEL / "tokenizer.json", path)
     config = interpreted(path, quantization=method)
-    executor = load_on_gpu(config, path, Interpreter())
+    executor = cuda_executor(config, path, Interpreter())
     assert f"{method} against the unquantized model: mean KL divergence" in caplog.text
     plan = quantization_plan(
         method, ModelConfig.from_dir(path), torch.float32, OnGpu(torch.device("meta"))
@@ -199,7 +199,7 @@ def test_weights_are_rounded_at_load_compared_and_cached(
     assert "quantize" in executor.info.load_seconds
     requests = [make_request("a", 5, max_tokens=2)]
     (first,) = SteppedEngine(config, executor).run(requests)
-    again = load_on_gpu(config, path, Interpreter())
+    again = cuda_executor(config, path, Interpreter())
     assert "made at an earlier start" in caplog.text
     assert again.info.quantization == found
     (second,) = SteppedEngine(config, again).run(requests)
@@ -214,7 +214,7 @@ def test_quantized_weights_of_gguf_stay_in_codes(tmp_path: Path) -> None:
     config = interpreted(path)
     requests = [make_request("a", 5, max_tokens=2), make_request("b", 14, max_tokens=2)]
     expected = SteppedEngine(config).run(requests)
-    executor = load_on_gpu(config, path, Interpreter())
+    executor = cuda_executor(config, path, Interpreter())
     found = SteppedEngine(config, executor).run(requests)
     assert [ids_of(outputs) for outputs in found] == [ids_of(outputs) for outputs in expected]
     assert executor.info.weight_bytes < 2 * executor.info.num_parameters
@@ -223,7 +223,7 @@ def test_quantized_weights_of_gguf_stay_in_codes(tmp_path: Path) -> None:
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 def test_the_log_says_where_the_memory_went(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    executor = load_on_gpu(interpreted(tiny), tiny, Interpreter())
+    executor = cuda_executor(interpreted(tiny), tiny, Interpreter())
     num_blocks = 2**20 // (16 * executor.info.kv_bytes_per_token) - 1  # one is for padding rows
     assert executor.info.num_blocks == num_blocks
     assert f"({num_blocks} blocks, {16 * num_blocks} tokens)" in caplog.text
@@ -246,7 +246,7 @@ def test_a_context_that_does_not_fit_the_gpus_pool_is_refused_with_what_would(ti
     config = interpreted(tiny, kv_cache_memory_bytes=6 * block_bytes - 1, **settings)
     needed = f"--kv-cache-memory-bytes to at least {6 * block_bytes} or --max-model-len to at most "
     with pytest.raises(InvalidConfig, match=f"{needed}96$"):
-        load_on_gpu(config, tiny, Interpreter())
+        cuda_executor(config, tiny, Interpreter())
 
 
 class _Full(Interpreter):
@@ -276,23 +276,23 @@ def test_memory_that_runs_out_during_the_setup_is_a_sentence(tiny: Path) -> None
     with pytest.raises(
         InvalidConfig, match=r"largest step.*lower --max-num-batched-tokens \(now 8"
     ):
-        load_on_gpu(interpreted(tiny), tiny, _Full())
+        cuda_executor(interpreted(tiny), tiny, _Full())
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 def test_a_gpu_too_small_for_a_kernel_is_a_sentence(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"232448 bytes of shared .* needs 295424; use --dtype"):
-        load_on_gpu(interpreted(tiny), tiny, _Small())
+        cuda_executor(interpreted(tiny), tiny, _Small())
 
 
 def test_what_else_goes_wrong_on_the_gpu_is_not_taken_for_that(tiny: Path) -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        load_on_gpu(interpreted(tiny), tiny, _Broken())
+        cuda_executor(interpreted(tiny), tiny, _Broken())
 
 
 def test_a_gpu_without_free_memory_is_reported_before_anything_is_read(tiny: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"weights take 0.00 GiB.*only 0.00 are free"):
-        load_on_gpu(interpreted(tiny), tiny, _Taken())
+        cuda_executor(interpreted(tiny), tiny, _Taken())
 
 
 # The arithmetic.
@@ -430,7 +430,7 @@ def test_on_the_gpu_dummy_weights_are_served_from_a_bare_config_json(tmp_path: P
         kv_cache_memory_bytes=2**24,
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
     )
-    engine = SteppedEngine(config, load_on_gpu(config, tmp_path))
+    engine = SteppedEngine(config, cuda_executor(config, tmp_path))
     outputs = engine.run([make_request("a", 5, max_tokens=4)])
     assert len(ids_of(outputs[0])) == 4
     assert engine.executor.info.measured_bandwidth_bytes_per_s

@@ -15,12 +15,12 @@ from penstock.engine.executors.cuda.chunk_steps import ChunkSteps
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.launched_step import LaunchedStep
-from penstock.engine.loading.gpu import load_on_gpu
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import StateGroup
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 from tests.support.adapters import save_adapter
+from tests.support.executors import cuda_executor
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -59,7 +59,7 @@ class Served:
             kv_cache_memory_bytes=2**20,
             scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=12),
         )
-        self.executor: CudaExecutor = load_on_gpu(self.config, path, Interpreter())
+        self.executor: CudaExecutor = cuda_executor(self.config, path, Interpreter())
         self.scheduler = SteppedEngine(self.config, self.executor, num_blocks).scheduler
 
     def run(self, *requests: Request) -> list[list[RequestOutput]]:
@@ -151,7 +151,7 @@ def test_an_adapter_of_attention_and_mlps_gives_what_the_cpu_executor_gives(tmp_
         lora=LoraConfig(max_loras=1, max_rank=8),
     )
     found: list[Any] = []
-    for executor in (None, load_on_gpu(config, path, Interpreter())):
+    for executor in (None, cuda_executor(config, path, Interpreter())):
         engine = SteppedEngine(config, executor)
         assert engine.executor.adapters is not None
         source = AdapterSource(name="adapter", path=str(adapter))
@@ -173,4 +173,4 @@ def test_what_recurrent_layers_cannot_do_on_a_gpu_is_refused_by_name(tmp_path: P
     }
     for message, changed in refused.items():
         with pytest.raises(InvalidConfig, match=message):
-            load_on_gpu(changed, path, Interpreter())
+            cuda_executor(changed, path, Interpreter())

@@ -13,7 +13,6 @@ from penstock.engine.config import AttentionBackend
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.loading.gpu import load_on_gpu
 from penstock.engine.memory import huge_pages
 from penstock.engine.memory.pool.kv_memory import make_descriptor
 from penstock.engine.memory.pool.kv_pool import KVPools
@@ -22,7 +21,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
-from tests.support.executors import cpu_executor
+from tests.support.executors import cpu_executor, cuda_executor
 from tests.support.tiny_models import engine_config, make_model, save
 
 ON_GPU = torch.cuda.is_available()
@@ -184,7 +183,7 @@ def test_a_gpus_path_reads_the_tables_of_each_group(model: Path, backend: Attent
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=50),
         kv_cache_memory_bytes=8 * 2**20,
     )
-    executors = build_cpu(model), load_on_gpu(config, model, Interpreter())
+    executors = build_cpu(model), cuda_executor(config, model, Interpreter())
     # Greedy: for one seed, a GPU draws other numbers.
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
     found = []

@@ -73,9 +73,9 @@ def executor(request: pytest.FixtureRequest, model: Path) -> Executor:
         if ON_GPU:
             pytest.skip("kernels are compiled here, not interpreted")
         from penstock.engine.executors.cuda.device import Interpreter
-        from penstock.engine.loading.gpu import load_on_gpu
+        from tests.support.executors import cuda_executor
 
-        return load_on_gpu(config, model, Interpreter())
+        return cuda_executor(config, model, Interpreter())
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)

@@ -20,9 +20,10 @@ from penstock.engine.config import (
 )
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.loading.executor import build_executor
-from penstock.engine.loading.fallback import load_fallback
+from penstock.engine.loading.load import load_executor
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.process.phases import Phases
+from penstock.engine.ranks.membership import Membership
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.fallback_runs import assert_greedy, greedy_answers, prompts
@@ -102,12 +103,13 @@ def test_on_a_gpu_the_pool_has_what_the_largest_step_leaves(moe: Path) -> None:
             return self.used
 
     config = engine_config(moe, kv_cache_memory_bytes=None, max_model_len=64)
-    info = load_fallback(config, moe, device=SmallGpu()).info
+    info = load_executor(config, moe, Membership(), SmallGpu(), Phases()).info
     assert info.device == SmallGpu.name
-    held = 2**20 * 0.9 - (2**18 + 4 * 2**10) - 2**10
+    held = 2**20 * 0.9 - (2**18 + 5 * 2**10) - 2**10
     assert info.num_blocks == held // (info.kv_bytes_per_token * info.block_size)
+    changed = replace(config, gpu_memory_utilization=0.26)
     with pytest.raises(InvalidConfig, match="set --gpu-memory-utilization to at least"):
-        load_fallback(replace(config, gpu_memory_utilization=0.26), moe, device=SmallGpu())
+        load_executor(changed, moe, Membership(), SmallGpu(), Phases())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import LoadFormat, Quantization
-from penstock.engine.loading.cpu_ranks import check_parallel
+from penstock.engine.loading.ranks import check_parallel
 from penstock.engine.loading.weights import weight_source
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.config import ModelConfig

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.engine.config import Quantization
-from penstock.engine.loading.cpu_ranks import check_parallel
+from penstock.engine.loading.ranks import check_parallel
 from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import read_layer

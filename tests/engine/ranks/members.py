@@ -16,7 +16,12 @@ from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.board import Board, board_memory
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.rendezvous import Rendezvous, rendezvous_memory
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes, shared_memory
+from penstock.engine.ranks.shared_memory import (
+    RankMemory,
+    SharedMemoryGroup,
+    group_bytes,
+    shared_memory,
+)
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.support.paths import ROOT
 
@@ -67,9 +72,9 @@ def main() -> None:
     module, _, function = name.partition(":")
     given: SharedMemoryGroup | TorchRanks
     if backend == "shm":
-        given = SharedMemoryGroup(
-            load_ranks_library(), int(memory[0]), int(rank), int(size), timeout_s=timeout_s
-        )
+        library, layout = load_ranks_library(), RankLayout(int(size))
+        shared = RankMemory(library, int(memory[0]), layout, int(rank), timeout_s)
+        given = SharedMemoryGroup(shared, range(layout.size))
     else:
         rendezvous, board = Rendezvous(int(memory[0]), int(size)), Board(int(memory[1]))
         layout, cpu = RankLayout(int(size // num_stages), int(num_stages)), torch.device("cpu")

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Group, RankFailed
-from penstock.engine.ranks.shared_memory import SharedMemoryGroup, group_bytes, shared_memory
+from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.ranks.shared_memory import (
+    RankMemory,
+    SharedMemoryGroup,
+    group_bytes,
+    shared_memory,
+)
 from penstock.engine.ranks.torch_ranks import TorchRanks
 from tests.engine.ranks.members import members, outputs
 
@@ -81,7 +87,7 @@ def add_until_rank_1_stops(group: SharedMemoryGroup) -> tuple[str, float] | None
     """The error of rank 0, and for how many seconds it waited."""
     tensor = torch.ones(1000)
     group.barrier()  # one may take long to start
-    group.timeout_s = 1.0
+    group.memory.timeout_s = 1.0
     for step in range(100):
         group.doing.step = step
         if group.rank == 1 and step == 99:
@@ -105,7 +111,8 @@ def test_a_rank_that_hangs_ends_in_one_sentence_of_who_and_where() -> None:
 
 def test_a_rank_that_has_ended_is_waited_for_no_longer() -> None:
     descriptor = shared_memory(group_bytes(load_ranks_library(), 2))
-    group = SharedMemoryGroup(load_ranks_library(), descriptor, 0, 2, timeout_s=60.0)
+    memory = RankMemory(load_ranks_library(), descriptor, RankLayout(2), 0, 60.0)
+    group = SharedMemoryGroup(memory, range(2))
     os.close(descriptor)
     group.end(1)
     with pytest.raises(

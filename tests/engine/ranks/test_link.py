@@ -11,8 +11,9 @@ import torch
 
 from penstock.engine.native.library import load_ranks_library
 from penstock.engine.ranks.group import Doing, RankFailed
+from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.ranks.link import Link, LinkSize
-from penstock.engine.ranks.shared_memory import shared_memory
+from penstock.engine.ranks.shared_memory import RankMemory, shared_memory
 from tests.support.compiler import needs_compiler
 
 pytestmark = needs_compiler
@@ -26,11 +27,11 @@ def sides() -> Iterator[tuple[Link, Link]]:
     library, memory = load_ranks_library(), shared_memory(OFFSET + SIZE.num_bytes)
     doing = Doing(step=7, phase="waiting for stage 0")
 
-    def side(me: str, other: tuple[int, str]) -> Link:
-        return Link(library, memory, OFFSET, SIZE, doing=doing, me=me, other=other, timeout_s=20.0)
+    def side(rank: int) -> Link:
+        shared = RankMemory(library, memory, RankLayout(1, 2), rank, 20.0, doing)
+        return Link(shared, 1 - rank, SIZE, OFFSET)
 
-    names = "rank 1 (stage 0)", "rank 0 (stage 1)"
-    yield side(names[0], (0, names[1])), side(names[1], (1, names[0]))
+    yield side(1), side(0)
     os.close(memory)
 
 
@@ -72,7 +73,7 @@ def test_whoever_waits_wakes_when_a_message_comes_and_when_one_is_taken(
 def test_one_that_does_not_come_ends_in_a_sentence_of_who_and_where(
     sides: tuple[Link, Link],
 ) -> None:
-    sides[1].timeout_s = 0.05
+    sides[1].shared.timeout_s = 0.05
     with pytest.raises(RankFailed) as failed:
         sides[1].receive(7, (3, 5), torch.float32)
     assert failed.value.rank == 1
@@ -84,7 +85,7 @@ def test_one_that_does_not_come_ends_in_a_sentence_of_who_and_where(
 
 def test_one_that_has_ended_is_waited_for_no_longer(sides: tuple[Link, Link]) -> None:
     began_s = time.monotonic()
-    threading.Timer(0.1, sides[1].end).start()
+    threading.Timer(0.1, sides[1].end, (1,)).start()
     with pytest.raises(RankFailed, match=r"rank 1 \(stage 0\) has ended while rank 0"):
         sides[1].receive(7, (3, 5), torch.float32)
     assert time.monotonic() - began_s < 15.0  # at once, unless the machine is busy

@@ -21,15 +21,14 @@ def pass_states(ranks: TorchRanks) -> list[object]:
     pipeline = ranks.pipeline
     assert pipeline is not None
     pipeline.allocate(4, 2, torch.float32, torch.device("cpu"))
-    found: list[object] = [pipeline.stage, None if ranks.tensor is None else ranks.tensor.rank]
+    found: list[object] = [pipeline.stage, ranks.tensor.rank]
     for step in range(1, NUM_STEPS + 1):
         num_tokens = step
         pipeline.receive(num_tokens)
         first = pipeline.before is None
         states = torch.full((num_tokens, 2), float(step)) if first else pipeline.arrived(num_tokens)
         added = torch.full_like(states, float(ranks.rank + 1))
-        if ranks.tensor is not None:
-            ranks.tensor.all_reduce(added)
+        ranks.tensor.all_reduce(added)
         states.mul_(10).add_(added)
         if pipeline.after is not None:
             pipeline.send(states)
@@ -51,9 +50,9 @@ def test_states_pass_three_stages_in_the_order_of_the_steps() -> None:
         found = outputs(processes)
     # Rank 0 has the last stage, and adds 1.
     assert found == [
-        [2, None, *expected([2, 3, 1])],
-        [0, None, *expected([2])],
-        [1, None, *expected([2, 3])],
+        [2, 0, *expected([2, 3, 1])],
+        [0, 0, *expected([2])],
+        [1, 0, *expected([2, 3])],
     ]
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.kernels.attention.gathered import gathered_attention
-from penstock.engine.loading.cpu_ranks import check_parallel
+from penstock.engine.loading.ranks import check_parallel
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.shard import Shard

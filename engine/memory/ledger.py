@@ -18,38 +18,44 @@ _LINES = (
 _ADAPTERS = "--max-loras of them, of --max-lora-rank"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ledger:
     """Where a device's memory goes, in bytes.
 
     others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
     has it from the start, and a processor takes it as they are loaded. activations: the most that a
     step needs besides the rest. staging: of blocks on their way to the host's memory and back.
-    None: not measured on this device, or not a part of it.
+    None: not measured on this device, or not a part of it. pool_notes: what the pools have.
     """
 
-    total: int
-    others: int
-    weights: int
-    kv_pool: int
+    total: int = 0
+    others: int = 0
+    weights: int = 0
+    kv_pool: int = 0
     adapters: int | None = None
     activations: int | None = None
     graphs: int | None = None
     staging: int | None = None
+    pool_notes: str = ""
 
     @property
     def free(self) -> int:
         parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
         return self.total - sum(part or 0 for part in (*parts, self.graphs, self.staging))
 
-    def log(self, size: PoolSize, pools: Sequence[GroupPool]) -> None:
-        notes = {"kv_pool": "; ".join(_pool_notes(size, pools)), "adapters": _ADAPTERS}
+    def log(self) -> None:
+        notes = {"kv_pool": self.pool_notes, "adapters": _ADAPTERS}
         logger.info("memory, in GiB:")
         for name in _LINES:
             num_bytes = getattr(self, name)
             if num_bytes is not None:
                 note = f"  ({notes[name]})" if name in notes else ""
                 logger.info("%12s %9.3f%s", name, num_bytes / 2**30, note)
+
+
+def pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> str:
+    """What each pool has, for people."""
+    return "; ".join(_pool_notes(size, pools))
 
 
 def _pool_notes(size: PoolSize, pools: Sequence[GroupPool]) -> Iterator[str]:

@@ -1,0 +1,77 @@
+"""`load`: a model in a device's memory; and `load_executor`, which then computes it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.executors.cpu import CpuExecutor, HostModel
+from penstock.engine.executors.cuda.device import Device
+from penstock.engine.executors.loaded_model import LoadedModel
+from penstock.engine.hub.check import find_implementation
+from penstock.engine.loading.devices import out_of_memory_advice
+from penstock.engine.loading.steps import Loading, Place
+from penstock.engine.models.fallback.source import TransformersClass
+from penstock.engine.process.phases import Phases
+from penstock.scheduler.errors import InvalidConfig
+
+if TYPE_CHECKING:  # which the kernels load
+    from penstock.engine.executors.cuda.executor import CudaExecutor
+
+
+def load(
+    config: EngineConfig, directory: Path, place: Place, device: Device, phases: Phases
+) -> LoadedModel:
+    """Loads what one rank has of a model. Raises InvalidConfig and InvalidModel."""
+    loading: Callable[..., Loading]
+    if isinstance(find_implementation(directory, config.model_impl), TransformersClass):
+        from penstock.engine.loading.fallback import FallbackLoading
+
+        loading = FallbackLoading
+    elif device.has_kernels:
+        from penstock.engine.loading.gpu import GpuLoading
+
+        loading = GpuLoading
+    else:
+        from penstock.engine.loading.cpu import CpuLoading
+
+        loading = CpuLoading
+    with torch.inference_mode():
+        return loading(config, directory, place, device, phases).load()
+
+
+def load_executor(
+    config: EngineConfig, directory: Path, place: Place, device: Device, phases: Phases
+) -> "CpuExecutor | CudaExecutor":
+    """Makes an executor of what `load` returns, and writes where the memory went into the log.
+    Raises InvalidConfig and InvalidModel."""
+    with _advice(config, device, phases):
+        loaded = load(config, directory, place, device, phases)
+        if isinstance(loaded, HostModel):
+            loaded.ledger.log()
+            return CpuExecutor(loaded)
+        from penstock.engine.loading.gpu import captured
+
+        return captured(loaded, phases)
+
+
+@contextmanager
+def _advice(config: EngineConfig, device: Device, phases: Phases) -> Iterator[None]:
+    """Raises InvalidConfig where a GPU is too small for the model, or for a kernel."""
+    if not device.has_kernels:
+        yield
+        return
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        with out_of_memory_advice(config, phases):
+            yield
+    except OutOfResources as error:  # mostly in float32
+        raise InvalidConfig(
+            f"{device.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
+            f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "
+            "--attention-backend torch"
+        ) from error
