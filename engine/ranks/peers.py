@@ -7,9 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from penstock.engine.ranks.board import Board
 from penstock.engine.ranks.group import Doing, RankFailed
 from penstock.engine.ranks.layout import RankLayout
+
+_POLL_S = 5e-5
 
 
 class Peers:
@@ -41,6 +45,15 @@ class Peers:
             raise self._has_ended(self._ended)
         if began_s is not None and time.monotonic() - began_s > self.timeout_s:
             raise self._late()
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Until the device has passed it. Raises RankFailed, also where the device waits for others
+        for longer than `timeout_s`."""
+        began_s = time.monotonic()
+        while not event.query():  # type: ignore[no-untyped-call]
+            self.check(began_s)
+            time.sleep(_POLL_S)
+        self.check()  # what the device has after a rank's end is not a result
 
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:

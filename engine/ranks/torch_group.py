@@ -5,9 +5,7 @@ graph may hold them. By gloo where ranks share one device, which NCCL refuses: t
 machine's memory, and the host waits in each.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,27 +14,8 @@ from torch import Tensor
 from penstock.engine.ranks.group import Doing
 from penstock.engine.ranks.peers import Peers
 
-_POLL_S = 5e-5
 # torch's name for it: since 2.13, and before.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-
-
-class Event(Protocol):
-    """A point in a device's stream."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-        ...
-
-
-def wait_for(event: Event, peers: Peers) -> None:
-    """Until the device has passed it. Raises RankFailed, also where the device waits for others for
-    longer than they may take."""
-    began_s = time.monotonic()
-    while not event.query():
-        peers.check(began_s)
-        time.sleep(_POLL_S)
-    peers.check()  # what the device has after a rank's end is not a result
 
 
 class TorchGroup:
@@ -103,7 +82,7 @@ class TorchGroup:
         if one.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            wait_for(event, self._peers)
+            self._peers.wait_for(event)
 
     @property
     def _copies(self) -> bool:

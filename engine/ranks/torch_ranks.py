@@ -20,7 +20,7 @@ from penstock.engine.ranks.group import SoleRank
 from penstock.engine.ranks.layout import ONE_RANK, RankLayout
 from penstock.engine.ranks.peers import Peers
 from penstock.engine.ranks.rendezvous import Rendezvous
-from penstock.engine.ranks.torch_group import Event, TorchGroup, wait_for
+from penstock.engine.ranks.torch_group import TorchGroup
 
 # For torch's own watchdog, which would end the process without a sentence. The limit of a step is
 # `timeout_s`, and a process that ends is noticed by who started it.
@@ -40,7 +40,7 @@ _SETTINGS = {
 }
 
 
-class TorchRanks:
+class TorchRanks(Peers):
     """One for a process. everyone: all ranks. tensor: those that split the layers of this one's
     stage. pipeline: to the stages beside it."""
 
@@ -57,18 +57,16 @@ class TorchRanks:
         """alone: each rank has its device for itself. Waits until all ranks are connected. Raises
         RankFailed."""
         assert layout.size == rendezvous.size, (layout, rendezvous.size)
-        self.rank, self.layout = rank, layout
+        super().__init__(rank, layout, board, _NO_LIMIT.total_seconds())
         self._device = device
-        self._board = board
         self._by_nccl = alone
         self._rendezvous = rendezvous
         self._num_told = 0
-        self._peers = Peers(rank, layout, board, _NO_LIMIT.total_seconds())
         self._last_computed_s: dict[int, float] = {}
         self.closed = threading.Event()
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
-        with self._peers.failures("connect"):
+        with self.failures("connect"):
             dist.init_process_group(
                 "nccl" if alone else "gloo",
                 store=rendezvous.store,
@@ -87,15 +85,11 @@ class TorchRanks:
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on, for another rank."""
-        self._peers.timeout_s = timeout_s
+        self.timeout_s = timeout_s
         if not self._by_nccl:  # whose watchdog would end the process
             for group in self._groups:
                 limit = timedelta(seconds=timeout_s)
                 dist.distributed_c10d._set_pg_timeout(limit, group.process_group)
-
-    def at(self, step: int, phase: str) -> None:
-        """Tells the other ranks where this one is. step: of the scheduler, or 0."""
-        self._peers.at(step, phase)
 
     def least(self, numbers: list[int]) -> list[int]:
         """The least of each number that any rank has. The host waits for all, not the device."""
@@ -103,14 +97,9 @@ class TorchRanks:
         self._rendezvous.tell(self.rank, number, numbers)
         began_s = time.monotonic()
         while (told := self._rendezvous.told(number)) is None:
-            self._peers.check(began_s)
+            self.check(began_s)
             time.sleep(_LOOK_S)
         return [min(each) for each in zip(*told, strict=True)]
-
-    def wait_for(self, event: Event) -> None:
-        """Until the device has passed it. Raises RankFailed, also where the device waits for
-        longer than `timeout_s`."""
-        wait_for(event, self._peers)
 
     def has_computed(self, step: int, seconds: float) -> None:
         """Tells the others how long this rank's stage took for a step."""
@@ -128,10 +117,6 @@ class TorchRanks:
                 self._last_computed_s[rank] = known_s
             total_s += self._last_computed_s.get(rank, own_s)
         return total_s / len(ranks)
-
-    def end(self, rank: int) -> None:
-        """That rank has ended, so nobody waits for it any more. May be called in any thread."""
-        self._peers.end(rank)
 
     def abort(self) -> None:
         """Makes the device wait no more either. May be called in any thread."""
@@ -171,12 +156,12 @@ class TorchRanks:
             if each is not None:
                 _warm_up(each, self._device)
         return tensor or SoleRank(), DevicePipeline(
-            layout.stage_of(self.rank), layout.num_stages, self._peers.doing, before, after
+            layout.stage_of(self.rank), layout.num_stages, self.doing, before, after
         )
 
     def _new_group(self, members: Sequence[int]) -> TorchGroup | None:
         """None where this rank is not in it."""
-        with self._peers.failures("connect"):
+        with self.failures("connect"):
             made = dist.new_group(sorted(members), timeout=_NO_LIMIT)
         if self.rank not in members:
             return None
@@ -185,7 +170,7 @@ class TorchRanks:
         return group
 
     def _group(self, members: Sequence[int], process_group: dist.ProcessGroup | None) -> TorchGroup:
-        return TorchGroup(self._peers, members, process_group, self._device, by_nccl=self._by_nccl)
+        return TorchGroup(self, members, process_group, self._device, by_nccl=self._by_nccl)
 
 
 class SoleDevice:

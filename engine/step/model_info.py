@@ -128,9 +128,9 @@ class ModelInfo:
     attention: tuple[AttentionGroup, ...]
     flops_per_token: int
     flops_per_sampled_token: int
-    peak_bandwidth_bytes_per_s: float | None
-    measured_bandwidth_bytes_per_s: float | None
-    peak_flops_per_s: float | None
+    peak_bandwidth_bytes_per_s: float | None = None
+    measured_bandwidth_bytes_per_s: float | None = None
+    peak_flops_per_s: float | None = None
     measured_flops_per_s: float | None = None
     load_seconds: dict[str, float]
     computed_by: str | None = None

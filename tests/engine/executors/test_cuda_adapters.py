@@ -105,7 +105,6 @@ def _executor(
         "here",
         size,
         BLOCK_SIZE,
-        measured_bandwidth_bytes_per_s=None,
         load_seconds={},
         weight_bytes=llama.step_weight_bytes,
         expert_bytes=0,

@@ -31,7 +31,6 @@ def info_of(family: str, tmp_path: Path) -> ModelInfo:
         "cpu",
         size,
         16,
-        measured_bandwidth_bytes_per_s=None,
         load_seconds={},
         weight_bytes=num_bytes,
         expert_bytes=0,
