@@ -7,9 +7,8 @@ step reads them.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,10 +54,10 @@ class CpuExecutor:
     def __init__(self, loaded: HostModel) -> None:
         info, max_num_seqs = loaded.info, loaded.max_num_seqs
         self.info, self.tier, self.adapters = info, loaded.tier, loaded.adapters
-        self._everyone, self._pipeline = loaded.place.everyone, loaded.place.pipeline
+        self._pipeline = loaded.place.pipeline
         self._has_stages = info.pipeline_parallel_size > 1
         self._has_output_layer = self._pipeline.is_last
-        self._is_follower = self._everyone.rank > 0
+        self._is_follower = loaded.place.rank > 0
         self._steps_in_flight = loaded.steps_in_flight
         self._launched: deque[_LaunchedStep] = deque()
         self._model, self._native, self.pool = loaded.model, loaded.native, loaded.pool
@@ -100,7 +99,7 @@ class CpuExecutor:
         """Computes the oldest step that was launched. Raises RankFailed."""
         assert launched is self._launched[0], "steps are waited for in the order of their launch"
         batch = launched.batch
-        with torch.inference_mode(), self._in_step(batch):
+        with torch.inference_mode(), self._pipeline.in_step(batch.step):
             self._apply(batch)
             sampled = self._computed(batch)
         if self._has_stages:
@@ -115,7 +114,7 @@ class CpuExecutor:
     def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
         """This rank's part of a step, where it is not rank 0, which samples. sampled: of the steps
         that rank 0 has completed since the last call, in their order."""
-        with torch.inference_mode(), self._in_step(batch):
+        with torch.inference_mode(), self._pipeline.in_step(batch.step):
             for slot, position, token_id in self._awaited.told(sampled):
                 self._tokens[slot, position] = token_id
             self._awaited.assigned(batch)
@@ -123,11 +122,6 @@ class CpuExecutor:
             if batch.slots:
                 self._compute(batch)
             self._awaited.launched(batch)
-
-    @contextmanager
-    def _in_step(self, batch: ScheduledBatch) -> Iterator[None]:
-        with self._everyone.doing.in_step(batch.step), self._pipeline.in_step(batch.step):
-            yield
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Updates the tables, in the order that `ScheduledBatch` states."""

@@ -7,6 +7,7 @@ pipeline, of which the last computes when it is waited for, as the engine proces
 """
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -108,30 +109,22 @@ class PredictedExecutor:
         return factor * device_s, factor * host_s
 
 
+@dataclass(frozen=True, slots=True)
 class PredictedStep:
     """`PendingTokens` of a step that ends at a time known in advance. rest_s: how long the last
     stage computes after that, once it is waited for; None where there is one stage."""
 
-    def __init__(
-        self,
-        executor: PredictedExecutor,
-        clock: VirtualClock,
-        sampled: SampledTokens,
-        end_s: float,
-        rest_s: float | None,
-        host_s: float,
-    ) -> None:
-        self._executor = executor
-        self._clock = clock
-        self._sampled = sampled
-        self._end_s = end_s
-        self._rest_s = rest_s
-        self._host_s = host_s
+    executor: PredictedExecutor
+    clock: VirtualClock
+    sampled: SampledTokens
+    end_s: float
+    rest_s: float | None
+    host_s: float
 
     def wait(self) -> SampledTokens:
-        self._clock.advance_to(self._end_s)
-        if self._rest_s is not None:
-            end_s = self._executor.pass_stage(-1, self._clock.now_s, self._rest_s)
-            self._clock.advance_to(end_s)
-        self._executor.host_s = self._host_s
-        return self._sampled
+        self.clock.advance_to(self.end_s)
+        if self.rest_s is not None:
+            end_s = self.executor.pass_stage(-1, self.clock.now_s, self.rest_s)
+            self.clock.advance_to(end_s)
+        self.executor.host_s = self.host_s
+        return self.sampled

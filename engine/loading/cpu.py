@@ -11,8 +11,7 @@ import torch
 from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
 from penstock.engine.executors.cpu import HostModel
 from penstock.engine.files.gguf.file import is_gguf
-from penstock.engine.loading.choices import choose_dtype
-from penstock.engine.loading.devices import measure_rates
+from penstock.engine.loading.devices import choose_dtype, measure_rates
 from penstock.engine.loading.steps import DecoderLoading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.host import Arena

@@ -67,7 +67,7 @@ def _model_executor(
     directory = Path(config.model)
     with phases.timed("import", "importing torch"):
         from penstock.engine.hub.check import find_implementation
-        from penstock.engine.loading.choices import choose_device
+        from penstock.engine.loading.devices import choose_device
         from penstock.engine.loading.load import load_executor
         from penstock.engine.loading.ranks import build_ranks, check_parallel
         from penstock.engine.ranks.membership import Membership

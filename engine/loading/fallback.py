@@ -11,9 +11,8 @@ import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
 from penstock.engine.executors.cpu import HostModel
-from penstock.engine.loading.choices import choose_dtype
 from penstock.engine.loading.description import device_fields, dtype_name
-from penstock.engine.loading.devices import measure_rates, size_gpu_pool
+from penstock.engine.loading.devices import choose_dtype, measure_rates, size_gpu_pool
 from penstock.engine.loading.steps import Loading
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import MemoryBudget

@@ -19,9 +19,8 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.backends import make_attention
-from penstock.engine.loading.choices import choose_dtype
 from penstock.engine.loading.description import dtype_name
-from penstock.engine.loading.devices import measure_rates, size_gpu_pool
+from penstock.engine.loading.devices import choose_dtype, measure_rates, size_gpu_pool
 from penstock.engine.loading.steps import DecoderLoading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.gpu_budget import (

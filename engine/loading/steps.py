@@ -11,8 +11,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.gathered import gathered_attention
-from penstock.engine.loading.choices import check_dtype, check_quantization, log_text_only
 from penstock.engine.loading.description import describe, dtype_name
+from penstock.engine.loading.devices import check_dtype, check_quantization, log_text_only
 from penstock.engine.loading.weights import log_widening, weight_bytes, weight_source
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.pool.kv_memory import identity_of

@@ -1,6 +1,7 @@
 """Where a model's weights come from, what they take in memory, and how reading them is reported."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -99,66 +100,55 @@ def most_adapter_bytes(
     return lora.max_loras * max_adapter_bytes(model, lora.max_rank, dtype.itemsize)
 
 
-def reading(num_bytes: int, dtype: torch.dtype) -> str:
-    """Returns the line of the log before so many bytes of weights are read."""
-    return f"reading {num_bytes / 2**30:.3f} GiB of weights, as {dtype_name(dtype)}"
-
-
+@dataclass(frozen=True, slots=True)
 class Counted:
     """Another source, whose bytes advance the current phase."""
 
-    def __init__(self, source: WeightSource, phases: Phases) -> None:
-        self._source = source
-        self._phases = phases
+    source: WeightSource
+    phases: Phases
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        weight = self._source.read(shape, *names)
-        self._phases.advance(weight.nbytes)
+        weight = self.source.read(shape, *names)
+        self.phases.advance(weight.nbytes)
         return weight
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self._source.table(shape, name)
+        return self.source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
-        linear = self._source.quantized(shape, bias, *names)
+        linear = self.source.quantized(shape, bias, *names)
         if linear is not None:
-            self._phases.advance(linear.num_bytes)
+            self.phases.advance(linear.num_bytes)
         return linear
 
 
+@dataclass(frozen=True, slots=True)
 class Widened:
-    """Another source, whose quantized layers are made plain unless the path computes them."""
+    """Another source, whose quantized layers are made plain unless the path computes them.
+    make_linear: makes the layers that are not kept."""
 
-    def __init__(
-        self,
-        source: Checkpoint | GgufWeights | RandomWeights,
-        empty: Empty,
-        make_linear: MakeLinear,
-        kept: CodePolicy,
-    ) -> None:
-        """make_linear: makes the layers that are not kept."""
-        self._source = source
-        self._empty = empty
-        self._make_linear = make_linear
-        self._kept = kept
+    source: Checkpoint | GgufWeights | RandomWeights
+    empty: Empty
+    make_linear: MakeLinear
+    kept: CodePolicy
 
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        return self._source.read(shape, *names)
+        return self.source.read(shape, *names)
 
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self._source.table(shape, name)
+        return self.source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
-        linear = self._source.quantized(shape, bias, *names)
+        linear = self.source.quantized(shape, bias, *names)
         if linear is None:
             return None
-        if (layer := self._kept.layer(linear)) is not None:
+        if (layer := self.kept.layer(linear)) is not None:
             return layer
-        weight = self._empty(shape)
+        weight = self.empty(shape)
         linear.write_weight(weight)
         if weight.dtype is torch.float16 and not is_finite(weight):
             raise InvalidModel(
                 f"the layer {names[0]!r} has weights above 65504, which float16 does not hold; use "
                 "--dtype bfloat16 or --dtype float32"
             )
-        return self._make_linear(weight, bias)
+        return self.make_linear(weight, bias)

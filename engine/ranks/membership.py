@@ -41,7 +41,7 @@ class Membership:
         layout, library = memory.layout, memory.library
         everyone = SharedMemoryGroup(memory, range(layout.size))
         tensor: SharedMemoryGroup | SoleRank = everyone
-        pipeline = Pipeline()
+        pipeline = Pipeline(doing=memory.doing)
         if layout.num_stages > 1:
             stage, part = layout.stage_of(memory.rank), layout.tensor_rank_of(memory.rank)
 

@@ -1,9 +1,9 @@
 """`Pipeline`: what a rank knows of the stages of a model, which may be a single one."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,16 +39,12 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def in_step(self, step: int) -> "Self":
-        self._step = step
-        return self
-
-    def __enter__(self) -> None:
-        self._began_s, self._waited_s, self.computed_s = time.perf_counter(), 0.0, 0.0
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType
-    ) -> None:
+    @contextmanager
+    def in_step(self, step: int) -> Iterator[None]:
+        self._step, self._waited_s, self.computed_s = step, 0.0, 0.0
+        self._began_s = time.perf_counter()
+        with self.doing.in_step(step):
+            yield
         self.computed_s += self._own_s()
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:

@@ -7,17 +7,14 @@ layer together, bytes, operations and memory are those of one, as a rank 0 that 
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import link_of, peak_bandwidth, peak_flops
-from penstock.engine.memory.pool.kv_layout import GroupPool, longest_that_fits
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.ranks.layout import RankLayout
-from penstock.engine.sizing.sizing import GB, Machine, Sizing
+from penstock.engine.sizing.sizing import GB, Sizing
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -25,7 +22,6 @@ from penstock.scheduler.stats import GraphSizes
 from penstock.scheduler.step_model.analytic import Exchange, analytic_model
 from penstock.scheduler.step_model.model import StepModel
 
-_BLOCK_SIZE = 64
 # Numbers of GPUs in one machine. Over a network, two sums a layer take longer than the layer.
 MACHINE_SIZES = (1, 2, 4, 8)
 
@@ -49,48 +45,58 @@ def planned_model(
 
     Raises InvalidConfig where the device is unknown, the model does not fit on so many or cannot be
     split over them."""
-    rank = sizing.on_rank(tensor_parallel_size)
-    model, machine = rank.model, rank.machine
-    bandwidth, flops = _peaks(machine, sizing.dtype)
-    exchange = _exchange(sizing, tensor_parallel_size)
-    block_size = block_size or _BLOCK_SIZE
-    longest = min(max_model_len or model.max_model_len, model.max_model_len)
-    room = _Room(longest, block_size, kv_cache_memory_bytes)
-    pools, budget = room.pools(rank), room.budget(rank)
-    what_would_fit = partial(_what_would_fit, sizing, tensor_parallel_size, room)
-    if not longest_that_fits(pools, budget, longest):
-        raise InvalidConfig(
-            f"the weights take {rank.weight_bytes / GB:.1f} GB"
-            + (" of each rank" if tensor_parallel_size > 1 else "")
-            + ", which leaves no room for keys and values in the "
-            f"{machine.memory_bytes / GB:.0f} GB of --device {machine.name}; {what_would_fit()}"
-            "raise --memory-gb, or take a smaller model or another device"
-        )
-    size = size_pool(
-        pools,
-        scheduler,
-        budget=budget,
-        max_blocks=scheduler.max_num_seqs * -(-longest // block_size),
-        max_len=longest,
-        may_shorten=max_model_len is None,
-        advice=lambda needed: (
-            f"it needs {needed} bytes of keys and values; {what_would_fit()}raise --memory-gb"
-        ),
+    sizing = replace(
+        sizing,
+        max_model_len=max_model_len,
+        block_size=block_size or sizing.block_size,
+        kv_limit=kv_cache_memory_bytes,
     )
-    info = _info(sizing, rank, size, room, RankLayout(tensor_parallel_size), scheduler)
+    rank = sizing.on_rank(tensor_parallel_size)
+    bandwidth, flops = _peaks(rank)
+    exchange = _exchange(sizing, tensor_parallel_size)
+    size = _pool_size(sizing, rank, scheduler, tensor_parallel_size, may_shorten=not max_model_len)
+    info = _info(sizing, rank, size, RankLayout(tensor_parallel_size), scheduler)
     step_model = analytic_model(
         bandwidth=bandwidth,
         flops=flops,
         weight_bytes=info.weight_bytes,
         flops_per_token=info.flops_per_token,
-        num_layers=model.num_layers,
+        num_layers=rank.model.num_layers,
         exchange=exchange,
     )
     return PlannedModel(info, step_model)
 
 
-def _peaks(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
+def _pool_size(
+    sizing: Sizing, rank: Sizing, scheduler: SchedulerConfig, num_ranks: int, *, may_shorten: bool
+) -> PoolSize:
+    """Raises InvalidConfig where the model does not fit."""
+    what_would_fit = partial(_what_would_fit, sizing, num_ranks)
+    machine, longest = rank.machine, rank.longest
+    if not rank.longest_that_fits:
+        raise InvalidConfig(
+            f"the weights take {rank.weight_bytes / GB:.1f} GB"
+            + (" of each rank" if num_ranks > 1 else "")
+            + ", which leaves no room for keys and values in the "
+            f"{machine.memory_bytes / GB:.0f} GB of --device {machine.name}; {what_would_fit()}"
+            "raise --memory-gb, or take a smaller model or another device"
+        )
+    return size_pool(
+        rank.pools,
+        scheduler,
+        budget=rank.kv_bytes,
+        max_blocks=scheduler.max_num_seqs * -(-longest // rank.block_size),
+        max_len=longest,
+        may_shorten=may_shorten,
+        advice=lambda needed: (
+            f"it needs {needed} bytes of keys and values; {what_would_fit()}raise --memory-gb"
+        ),
+    )
+
+
+def _peaks(rank: Sizing) -> tuple[float, float]:
     """Bytes and operations per second. Raises InvalidConfig where they are not known."""
+    machine, dtype = rank.machine, rank.dtype
     bandwidth, flops = peak_bandwidth(machine.name), peak_flops(machine.name, dtype)
     if bandwidth is None or flops is None:
         raise InvalidConfig(
@@ -101,30 +107,26 @@ def _peaks(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _info(
-    sizing: Sizing,
-    rank: Sizing,
-    size: PoolSize,
-    room: "_Room",
-    ranks: RankLayout,
-    scheduler: SchedulerConfig,
+    sizing: Sizing, rank: Sizing, size: PoolSize, ranks: RankLayout, scheduler: SchedulerConfig
 ) -> ModelInfo:
     """sizing: of the whole model."""
-    info = describe(
+    graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
+    return describe(
         rank.model,
         sizing.dtype,
         rank.machine.name,
         size,
-        room.block_size,
+        rank.block_size,
         load_seconds={},
         weight_bytes=rank.step_weight_bytes,
         expert_bytes=rank.expert_bytes,
         kv_dtype=kv_dtype(sizing.kv_cache_dtype, sizing.dtype),
-        layout=rank.model.kv_layout(room.longest),
+        layout=rank.layout,
         whole=sizing.model,
         ranks=ranks,
+        runs_ahead=True,
+        graph_sizes=graph_sizes,
     )
-    graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
-    return replace(info, runs_ahead=True, graph_sizes=graph_sizes)
 
 
 def _exchange(sizing: Sizing, num_ranks: int) -> Exchange | None:
@@ -147,28 +149,7 @@ def _exchange(sizing: Sizing, num_ranks: int) -> Exchange | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """For keys and values on one device. longest: sequence. limit: of bytes, where there is one."""
-
-    longest: int
-    block_size: int
-    limit: int | None
-
-    def pools(self, rank: Sizing) -> list[GroupPool]:
-        itemsize = kv_dtype(rank.kv_cache_dtype, rank.dtype).itemsize
-        layout = rank.model.kv_layout(self.longest)
-        return layout.pools(rank.model.kv_shape, self.block_size, itemsize)
-
-    def budget(self, rank: Sizing) -> int:
-        return rank.kv_bytes if self.limit is None else min(rank.kv_bytes, self.limit)
-
-    def is_enough(self, rank: Sizing) -> bool:
-        budget = self.budget(rank)
-        return longest_that_fits(self.pools(rank), budget, self.longest) == self.longest
-
-
-def _what_would_fit(sizing: Sizing, num_ranks: int, room: _Room) -> str:
+def _what_would_fit(sizing: Sizing, num_ranks: int) -> str:
     """The flag with the fewest ranks of which each has enough room; empty where none has."""
     if link_of(sizing.machine.name) is None:
         return ""
@@ -179,6 +160,6 @@ def _what_would_fit(sizing: Sizing, num_ranks: int, room: _Room) -> str:
             rank = sizing.on_rank(size)
         except InvalidConfig:
             continue
-        if room.is_enough(rank):
+        if rank.longest_that_fits == rank.longest:
             return f"use --tensor-parallel-size {size}, "
     return ""

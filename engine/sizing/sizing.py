@@ -38,7 +38,6 @@ RANK_BYTES = GB
 CONTEXTS = (2_048, 8_192, 32_768)
 # Nominal memory; the devices have a few percent more.
 DEVICES = (("H100", 80), ("H200", 141))
-_BLOCK_SIZE = 64
 _META = torch.device("meta")
 _SCHEDULER = SchedulerConfig()
 
@@ -55,8 +54,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """One model on one machine. dtype: of the weights. quantization: of the weights of linear
-    layers, as the server's flag. kv_cache_dtype: of the KV cache. lora: None without adapters."""
+    """One model on one machine. dtype: of the weights. Others are as the server's flags: kv_limit
+    as --kv-cache-memory-bytes; lora is None without adapters."""
 
     model: ModelConfig
     machine: Machine
@@ -64,6 +63,9 @@ class Sizing:
     quantization: Quantization | None = None
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     lora: LoraConfig | None = None
+    max_model_len: int | None = None
+    block_size: int = 64
+    kv_limit: int | None = None
 
     def on_rank(self, num_ranks: int) -> "Sizing":
         """Returns the sizing of one of so many ranks on its device (tensor parallelism). Raises
@@ -87,24 +89,21 @@ class Sizing:
 
     @property
     def weight_bytes(self) -> int:
-        plan, table_bytes = self._plan, self.model.table_bytes(self.dtype.itemsize)
-        if plan:
-            return plan.weight_bytes + table_bytes
-        return table_bytes + self.model.weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
+        plan, model, itemsize = self._plan, self.model, self.dtype.itemsize
+        linear = model.weight_bytes(itemsize, self._kept.num_bytes)
+        return model.table_bytes(itemsize) + (plan.weight_bytes if plan else linear)
 
     @property
     def step_weight_bytes(self) -> int:
         """The bytes of weights that every step reads."""
-        plan = self._plan
-        if plan:
+        if plan := self._plan:
             return plan.step_weight_bytes
         return self.model.step_weight_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
     @property
     def expert_bytes(self) -> int:
         """The bytes of all experts of a mixture."""
-        plan = self._plan
-        if plan:
+        if plan := self._plan:
             return plan.expert_bytes
         return self.model.expert_bytes(self.dtype.itemsize, self._kept.num_bytes)
 
@@ -133,52 +132,53 @@ class Sizing:
         """The bytes that are left for keys and values. 0 if the rest alone does not fit."""
         machine = self.machine
         share = int(machine.memory_bytes * machine.utilization)
-        return max(0, share - self.weight_bytes - self.adapter_bytes - machine.other_bytes)
+        left = max(0, share - self.weight_bytes - self.adapter_bytes - machine.other_bytes)
+        return left if self.kv_limit is None else min(left, self.kv_limit)
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence, in tokens, that is asked for."""
+        return min(self.max_model_len or self.model.max_model_len, self.model.max_model_len)
 
     @property
     def kv_tokens(self) -> int:
-        """The tokens that the KV cache holds, of sequences of the model's longest length."""
+        """The tokens that the KV cache holds, of sequences of the longest length."""
         if self._is_uniform:
             return self.kv_bytes // self.token_bytes
-        longest = self.model.max_model_len
-        return int(self._num_at_once(longest) * longest)
+        return int(self._num_at_once(self.longest) * self.longest)
 
     def _num_at_once(self, context: int) -> float:
         """Sequences of so many tokens, the last one in part."""
         return min(
             num_blocks / pool.most_blocks(context)
-            for num_blocks, pool in zip(self.num_blocks(), self._pools, strict=True)
+            for num_blocks, pool in zip(self.num_blocks(), self.pools, strict=True)
         )
 
-    def num_blocks(
-        self,
-        *,
-        kv_bytes: int | None = None,
-        max_model_len: int | None = None,
-        scheduler: SchedulerConfig = _SCHEDULER,
-    ) -> list[int]:
+    def num_blocks(self) -> list[int]:
         """Returns the blocks of each pool of keys and values, as a server divides the memory; zeros
-        where one sequence of max_model_len does not fit."""
-        pools, budget = self._pools, self.kv_bytes if kv_bytes is None else kv_bytes
-        longest = max_model_len or self.model.max_model_len
-        longest = min(longest, longest_that_fits(pools, budget, longest))
+        where no sequence fits."""
+        longest = self.longest_that_fits
         if not longest:
-            return [0] * len(pools)
+            return [0] * len(self.pools)
         return divide(
-            pools,
-            budget,
+            self.pools,
+            self.kv_bytes,
             max_model_len=longest,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_step_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=_SCHEDULER.max_num_seqs,
+            max_step_tokens=_SCHEDULER.max_num_batched_tokens,
         )
+
+    @property
+    def longest_that_fits(self) -> int:
+        return longest_that_fits(self.pools, self.kv_bytes, self.longest)
 
     def bytes_of_one(self, context: int) -> int:
         """Returns those of keys and values that a sequence of so many tokens needs at once."""
-        return bytes_needed(self._pools, context)
+        return bytes_needed(self.pools, context)
 
     @property
     def layout(self) -> KVLayout:
-        return self.model.kv_layout(self.model.max_model_len)
+        return self.model.kv_layout(self.longest)
 
     @property
     def _is_uniform(self) -> bool:
@@ -186,8 +186,8 @@ class Sizing:
         return self.layout.windows == (None,) and self.layout.state is None
 
     @property
-    def _pools(self) -> list[GroupPool]:
-        return self.layout.pools(self.model.kv_shape, _BLOCK_SIZE, self._kv_itemsize)
+    def pools(self) -> list[GroupPool]:
+        return self.layout.pools(self.model.kv_shape, self.block_size, self._kv_itemsize)
 
     def read_bytes(self, context: int) -> int:
         """Keys and values that a decode step reads of one sequence, in a layer with a window no
@@ -224,7 +224,7 @@ class Sizing:
     def slot_bytes(self, max_model_len: int) -> int:
         """Returns what each of `--max-num-seqs` takes on the device: its rows of the token and the
         block tables, and one row of logits in float32."""
-        blocks = len(self._pools) * -(-max_model_len // _BLOCK_SIZE)
+        blocks = len(self.pools) * -(-max_model_len // self.block_size)
         return 4 * (max_model_len + 1 + blocks + 1 + self.model.vocab_size)
 
     def num_within(self, tpot_s: float, context: int, mbu: float) -> int:
@@ -275,12 +275,10 @@ def example_table() -> str:
     """That of docs/sizing.md: two models of configs/models on two devices."""
     models = Path(__file__).parents[2] / "configs" / "models"
     names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
+    machines = [Machine(name=device, memory_bytes=gb * GB) for device, gb in DEVICES]
     sizings = [
-        Sizing(
-            ModelConfig.from_dir(models / name),
-            Machine(name=device, memory_bytes=memory_gb * GB),
-        )
-        for name in ("Llama-3.1-8B", "Qwen3-8B")
-        for device, memory_gb in DEVICES
+        Sizing(ModelConfig.from_dir(models / name), machine)
+        for name in dict.fromkeys(names)
+        for machine in machines
     ]
     return table(sizings, names, CONTEXTS)

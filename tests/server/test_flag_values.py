@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.client import KVCacheDtype
-from penstock.engine.loading.choices import choose_dtype
+from penstock.engine.loading.devices import choose_dtype
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.command_line import cli
 from penstock.server.command_line.cli import main

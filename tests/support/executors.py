@@ -6,7 +6,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Device, Processor
 from penstock.engine.executors.cuda.executor import CudaExecutor
-from penstock.engine.loading.choices import choose_device
+from penstock.engine.loading.devices import choose_device
 from penstock.engine.loading.load import load_executor
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership

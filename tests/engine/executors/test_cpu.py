@@ -267,7 +267,7 @@ def test_cuda_without_a_gpu_is_refused(tiny: Path) -> None:
 def test_auto_is_bfloat16_wherever_the_step_is_compiled(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.loading.choices.computes_bfloat16", lambda device: False)
+    monkeypatch.setattr("penstock.engine.loading.devices.computes_bfloat16", lambda device: False)
     config = engine_config(tiny, dtype=Dtype.AUTO)
     assert cpu_executor(config, tiny).info.dtype == "bfloat16"
     monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.config import Dtype, LoadFormat, Quantization
-from penstock.engine.loading.choices import check_quantization
+from penstock.engine.loading.devices import check_quantization
 from penstock.engine.memory.host import Arena
 from penstock.engine.models.at_load.plan import Plan, Scheme
 from penstock.engine.models.at_load.quantize import Rounder

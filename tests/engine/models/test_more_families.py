@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.loading.choices import log_text_only
+from penstock.engine.loading.devices import log_text_only
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.families.families import FAMILIES as ROWS
 from tests.support.compiler import HAS_COMPILER
