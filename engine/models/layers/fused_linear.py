@@ -153,10 +153,11 @@ class FusedStackedLinear(FusedLinear):
     def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
         sizes = [part.out_features for part in self._parts]
         outs = torch.split(out, sizes, dim=1)
-        residual = around.pop("residual", None)
+        residual = around.get("residual")
         residuals = [None] * len(outs) if residual is None else torch.split(residual, sizes, dim=1)
         for part, columns, added in zip(self._parts, outs, residuals, strict=True):
-            part.few(x, columns, **around, residual=added)
+            around["residual"] = added
+            part.few(x, columns, **around)
 
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.cat([part.many(x) for part in self._parts], dim=1, out=out)
