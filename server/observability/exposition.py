@@ -7,6 +7,8 @@ scrapes fill in the values.
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, fields
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -215,3 +217,24 @@ class HistogramFamily:
         return self._lines.filled(
             value for _, histogram in self.members for value in histogram.sample_values()
         )
+
+
+def described(name: str, bounds: tuple[float, ...], help_text: str) -> Histogram:
+    """Declares a field of a dataclass that is a histogram without labels."""
+    made: Histogram = field(
+        default_factory=partial(Histogram, bounds), metadata={"name": name, "help": help_text}
+    )
+    return made
+
+
+def described_in(owner: Any) -> list[HistogramFamily]:
+    """Returns the families of the histograms among the fields of a dataclass, in their order."""
+    return [
+        HistogramFamily(
+            f"penstock_{each.metadata['name']}",
+            each.metadata["help"],
+            [({}, getattr(owner, each.name))],
+        )
+        for each in fields(owner)
+        if each.metadata
+    ]

@@ -7,6 +7,7 @@ one call and a token one append, with no lock and no label look-up.
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -26,6 +27,8 @@ from penstock.server.observability.exposition import (
     HistogramFamily,
     Renderer,
     counter,
+    described,
+    described_in,
     gauge,
 )
 from penstock.server.observability.families import (
@@ -77,26 +80,88 @@ class RequestTimes:
         self.started_s: list[float | None] = [None] * n
 
 
-class Metrics:
+@dataclass(eq=False)
+class Histograms:
+    """What is measured of each request and step, in the order of the page."""
+
+    ttft: Histogram = described(
+        "time_to_first_token_seconds",
+        REQUEST_SECONDS,
+        "From the arrival of a request to the first token of an answer",
+    )
+    tpot: Histogram = described(
+        "time_per_output_token_seconds",
+        STEP_SECONDS,
+        "Mean time per token of an answer, after the first token",
+    )
+    itl: Histogram = described(
+        "inter_token_latency_seconds", STEP_SECONDS, "Time between two tokens of an answer"
+    )
+    latency: Histogram = described(
+        "request_latency_seconds",
+        REQUEST_SECONDS,
+        "From the arrival of a request to its last token",
+    )
+    queue_time: Histogram = described(
+        "queue_time_seconds",
+        REQUEST_SECONDS,
+        "From the arrival of a request to the first step of an answer",
+    )
+    prefill_time: Histogram = described(
+        "prefill_time_seconds",
+        REQUEST_SECONDS,
+        "From the first step of an answer to its first token",
+    )
+    decode_time: Histogram = described(
+        "decode_time_seconds", REQUEST_SECONDS, "From the first token of an answer to its last"
+    )
+    inference_time: Histogram = described(
+        "inference_time_seconds",
+        REQUEST_SECONDS,
+        "From the first step of an answer to its last token",
+    )
+    batch_size: Histogram = described("batch_size_sequences", SIZES, "Sequences in one step")
+    step_tokens: Histogram = described(
+        "step_tokens", SIZES, "Tokens in one step, of prompts and of answers"
+    )
+    step_progress: Histogram = described(
+        "step_progress_tokens",
+        SIZES,
+        "Prompt tokens computed and answer tokens sampled in one step",
+    )
+    preemptions_per_answer: Histogram = described(
+        "request_preemptions",
+        OCCURRENCES,
+        "How often an answer that the engine ended was preempted",
+    )
+    prompt_lengths: Histogram = described(
+        "request_prompt_tokens", LENGTHS, "Tokens of one accepted prompt"
+    )
+    computed_lengths: Histogram = described(
+        "request_computed_prompt_tokens",
+        LENGTHS,
+        "Tokens of one prompt that were not in the prefix cache at its first step",
+    )
+    answers_per_prompt: Histogram = described(
+        "request_answers", SIZES, "Answers that a request asks for per accepted prompt (n)"
+    )
+    max_tokens: Histogram = described(
+        "request_max_tokens",
+        LENGTHS,
+        "Most tokens that an answer to an accepted prompt may have (max_tokens)",
+    )
+    answer_lengths: Histogram = described(
+        "request_generated_tokens", LENGTHS, "Tokens of one answer that finished"
+    )
+
+
+class Metrics(Histograms):
     """Everything that `/metrics` shows. Used on the event loop only."""
 
     def __init__(self, model_name: str = "", *, has_vllm_names: bool = False) -> None:
         """has_vllm_names: the metrics are shown under vLLM's names in addition."""
-        self.ttft = Histogram(REQUEST_SECONDS)
-        self.tpot = Histogram(STEP_SECONDS)
-        self._itl = Histogram(STEP_SECONDS)
-        self.gaps = Gaps(self._itl, time.monotonic())
-        self.latency = Histogram(REQUEST_SECONDS)
-        self.queue_time = Histogram(REQUEST_SECONDS)
-        self.prefill_time = Histogram(REQUEST_SECONDS)
-        self.decode_time = Histogram(REQUEST_SECONDS)
-        self.inference_time = Histogram(REQUEST_SECONDS)
-        self.answers_per_prompt = Histogram(SIZES)
-        self.preemptions_per_answer = Histogram(OCCURRENCES)
-        self.max_tokens = Histogram(LENGTHS)
-        self.prompt_lengths = Histogram(LENGTHS)
-        self._computed_lengths = Histogram(LENGTHS)
-        self.answer_lengths = Histogram(LENGTHS)
+        super().__init__()
+        self.gaps = Gaps(self.itl, time.monotonic())
         self.outcomes: Counter[str] = Counter()
         self.predictions = Predictions()
         self._responses: Counter[HttpResponses] = Counter()
@@ -104,14 +169,11 @@ class Metrics:
         self._model_name = model_name
         self._has_vllm_names = has_vllm_names
         self._step_time = {kind: Histogram(STEP_SECONDS) for kind in StepClass}
-        self._batch_size = Histogram(SIZES)
-        self._step_tokens = Histogram(SIZES)
-        self._step_progress = Histogram(SIZES)
         self._times: dict[RequestId, RequestTimes] = {}
         self._prompt_tokens = 0
         self._cached_tokens = 0
-        self._generated_tokens = 0
-        self._prefill_tokens = 0
+        self.generated_tokens = 0
+        self.prefill_tokens = 0  # of prompts, that steps have computed
         self._totals = {kind: Totals() for kind in StepClass}
         self._stats = _NO_STATS
         self._earlier = _NO_STATS  # its counters are those of the engines that have ended
@@ -178,19 +240,17 @@ class Metrics:
         for started in report.started:
             self._start(started)
         num_generated = report.outputs.num_tokens
-        self._generated_tokens += num_generated
+        self.generated_tokens += num_generated
         if not report.step:
             return
         work = report.work
         kind = class_of(work)
         self._step_time[kind].observe(report.step_s)
-        self._batch_size.observe(work.num_sequences)
-        self._step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
-        self._step_progress.observe(work.num_prefill_tokens + num_generated)
-        self._prefill_tokens += work.num_prefill_tokens
-        self._totals[kind].add(
-            report.step_s, report.model_bytes, report.model_flops, report.computed_s or 0.0
-        )
+        self.batch_size.observe(work.num_sequences)
+        self.step_tokens.observe(work.num_prefill_tokens + work.num_decode_tokens)
+        self.step_progress.observe(work.num_prefill_tokens + num_generated)
+        self.prefill_tokens += work.num_prefill_tokens
+        self._totals[kind].add(report)
         self._recent.add(report, kind)
 
     def _start(self, started: Started) -> None:
@@ -201,7 +261,7 @@ class Metrics:
             self.queue_time.observe(max(0.0, started.at_s - times.arrival_s))
             if started.index == 0:
                 times.predicted_ttft_s = started.predicted_ttft_s
-                self._computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
+                self.computed_lengths.observe(times.num_prompt_tokens - started.num_cached_tokens)
 
     # Reading.
 
@@ -215,15 +275,6 @@ class Metrics:
         """Answers in the queue, including those that the engine has not received yet."""
         num_open = self._client.streams.num_open if self._client else 0
         return max(self._stats.num_waiting, num_open - self._stats.num_running)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that steps have computed."""
-        return self._prefill_tokens
-
-    @property
-    def generated_tokens(self) -> int:
-        return self._generated_tokens
 
     def recent(self) -> Totals:
         """All steps of the last seconds, whatever their class."""
@@ -249,7 +300,7 @@ class Metrics:
             self._model_name,
             self.model,
             {
-                "local_compute": self._computed_lengths.sum,
+                "local_compute": self.computed_lengths.sum,
                 "local_cache_hit": self._cached_tokens,
             },
             self._responses,
@@ -272,74 +323,12 @@ class Metrics:
             yield from self._hardware(self.model)
 
     def _own_histograms(self) -> list[HistogramFamily]:
-        described = {
-            "time_to_first_token_seconds": (
-                self.ttft,
-                "From the arrival of a request to the first token of an answer",
-            ),
-            "time_per_output_token_seconds": (
-                self.tpot,
-                "Mean time per token of an answer, after the first token",
-            ),
-            "inter_token_latency_seconds": (self._itl, "Time between two tokens of an answer"),
-            "request_latency_seconds": (
-                self.latency,
-                "From the arrival of a request to its last token",
-            ),
-            "queue_time_seconds": (
-                self.queue_time,
-                "From the arrival of a request to the first step of an answer",
-            ),
-            "prefill_time_seconds": (
-                self.prefill_time,
-                "From the first step of an answer to its first token",
-            ),
-            "decode_time_seconds": (
-                self.decode_time,
-                "From the first token of an answer to its last",
-            ),
-            "inference_time_seconds": (
-                self.inference_time,
-                "From the first step of an answer to its last token",
-            ),
-            "batch_size_sequences": (self._batch_size, "Sequences in one step"),
-            "step_tokens": (self._step_tokens, "Tokens in one step, of prompts and of answers"),
-            "step_progress_tokens": (
-                self._step_progress,
-                "Prompt tokens computed and answer tokens sampled in one step",
-            ),
-            "request_preemptions": (
-                self.preemptions_per_answer,
-                "How often an answer that the engine ended was preempted",
-            ),
-            "request_prompt_tokens": (self.prompt_lengths, "Tokens of one accepted prompt"),
-            "request_computed_prompt_tokens": (
-                self._computed_lengths,
-                "Tokens of one prompt that were not in the prefix cache at its first step",
-            ),
-            "request_answers": (
-                self.answers_per_prompt,
-                "Answers that a request asks for per accepted prompt (n)",
-            ),
-            "request_max_tokens": (
-                self.max_tokens,
-                "Most tokens that an answer to an accepted prompt may have (max_tokens)",
-            ),
-            "request_generated_tokens": (
-                self.answer_lengths,
-                "Tokens of one answer that finished",
-            ),
-        }
-        families = [
-            HistogramFamily(f"penstock_{name}", help_text, [({}, histogram)])
-            for name, (histogram, help_text) in described.items()
-        ]
         step_time = HistogramFamily(
             "penstock_step_time_seconds",
             "Time of one step, by what it ran: decode, prefill, or both (mixed)",
             [({"class": kind}, histogram) for kind, histogram in self._step_time.items()],
         )
-        return [*families, step_time, *self.predictions.histograms()]
+        return [*described_in(self), step_time, *described_in(self.predictions)]
 
     def _counters(self) -> Iterator[Metric]:
         stats = self.stats
@@ -349,7 +338,7 @@ class Metrics:
                 self._cached_tokens,
                 "Prompt tokens whose keys and values were already in the KV cache",
             ),
-            "generated_tokens": (self._generated_tokens, "Tokens sampled"),
+            "generated_tokens": (self.generated_tokens, "Tokens sampled"),
             **{
                 name: (getattr(stats, f"{name}_total"), help_text)
                 for name, help_text in _SCHEDULER_COUNTERS.items()
@@ -505,5 +494,5 @@ class Metrics:
 def _sum(by_class: dict[StepClass, Totals]) -> Totals:
     total = Totals()
     for part in by_class.values():
-        total.add(part.step_s, part.model_bytes, part.model_flops, part.computed_s)
+        total.add(part)
     return total

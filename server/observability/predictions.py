@@ -7,6 +7,7 @@ step costs some microseconds here and, however many there were, a few hundred ar
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -17,8 +18,8 @@ from penstock.scheduler.step_model.samples import StepSamples, sample_of
 from penstock.server.observability.exposition import (
     REQUEST_SECONDS,
     Histogram,
-    HistogramFamily,
     counter,
+    described,
     gauge,
 )
 
@@ -28,16 +29,26 @@ _OUTCOMES = [(slo, outcome) for slo in ("ttft", "tpot") for outcome in ("met", "
 _OUTCOMES.append(("ttft", "refused"))
 
 
+@dataclass(eq=False)
 class Predictions:
     """step_errors: by class, the mean relative error of the latest steps."""
 
-    def __init__(self) -> None:
-        self.step_errors: dict[StepClass, float] = {}
+    step_errors: dict[StepClass, float] = field(default_factory=dict)
+    predicted_ttft: Histogram = described(
+        "predicted_time_to_first_token_seconds",
+        REQUEST_SECONDS,
+        "TTFT expected at the arrival of requests with a target that were accepted",
+    )
+    ttft_error: Histogram = described(
+        "ttft_prediction_error_seconds",
+        REQUEST_SECONDS,
+        "Distance of the measured TTFT from the expected one",
+    )
+
+    def __post_init__(self) -> None:
         self._predicted_s = dict.fromkeys(StepClass, 0.0)
         self._measured_s = dict.fromkeys(StepClass, 0.0)
         self._num_steps = dict.fromkeys(StepClass, 0)
-        self._predicted_ttft = Histogram(REQUEST_SECONDS)
-        self._ttft_error = Histogram(REQUEST_SECONDS)
         self._targets: Counter[tuple[str, str]] = Counter()
 
     def on_step(self, kind: StepClass, predicted_s: float, measured_s: float) -> None:
@@ -51,8 +62,8 @@ class Predictions:
 
     def on_first_token(self, predicted_s: float, measured_s: float) -> None:
         """Counts the first token of a request with a target for its TTFT."""
-        self._predicted_ttft.observe(predicted_s)
-        self._ttft_error.observe(abs(predicted_s - measured_s))
+        self.predicted_ttft.observe(predicted_s)
+        self.ttft_error.observe(abs(predicted_s - measured_s))
 
     def on_target(self, slo: str, *, is_met: bool) -> None:
         """slo: ttft or tpot."""
@@ -61,23 +72,6 @@ class Predictions:
     def on_refused(self) -> None:
         """A request that would have missed its target."""
         self._targets["ttft", "refused"] += 1
-
-    def histograms(self) -> list[HistogramFamily]:
-        return [
-            HistogramFamily(f"penstock_{name}", help_text, [({}, histogram)])
-            for name, histogram, help_text in (
-                (
-                    "predicted_time_to_first_token_seconds",
-                    self._predicted_ttft,
-                    "TTFT expected at the arrival of requests with a target that were accepted",
-                ),
-                (
-                    "ttft_prediction_error_seconds",
-                    self._ttft_error,
-                    "Distance of the measured TTFT from the expected one",
-                ),
-            )
-        ]
 
     def metrics(self) -> Iterator[Metric]:
         families: dict[str, tuple[Mapping[StepClass, float], str]] = {

@@ -24,11 +24,11 @@ class Totals:
     model_flops: int = 0
     computed_s: float = 0.0
 
-    def add(self, step_s: float, model_bytes: int, model_flops: int, computed_s: float) -> None:
-        self.step_s += step_s
-        self.model_bytes += model_bytes
-        self.model_flops += model_flops
-        self.computed_s += computed_s
+    def add(self, part: "StepReport | Totals") -> None:
+        self.step_s += part.step_s
+        self.model_bytes += part.model_bytes
+        self.model_flops += part.model_flops
+        self.computed_s += part.computed_s or 0.0
 
     @property
     def bubble_ratio(self) -> float:
@@ -78,9 +78,7 @@ class RecentSteps:
         if not self._seconds or self._seconds[-1].number < number:
             self._begin_seconds(start_s, number)
         second = self._seconds[-1]
-        second.totals[kind].add(
-            step_s, report.model_bytes, report.model_flops, report.computed_s or 0.0
-        )
+        second.totals[kind].add(report)
         if start_s >= number:
             second.busy_s += step_s
         else:
@@ -91,7 +89,7 @@ class RecentSteps:
         sums = {kind: Totals() for kind in StepClass}
         for second in self._window(now_s):
             for kind, part in second.totals.items():
-                sums[kind].add(part.step_s, part.model_bytes, part.model_flops, part.computed_s)
+                sums[kind].add(part)
         return sums
 
     def idle_ratio(self, now_s: float, *, is_stepping: bool) -> float:

@@ -65,7 +65,7 @@ class Stream:
 
     @property
     def num_generated(self) -> int:
-        return self.service.metrics._generated_tokens
+        return self.service.metrics.generated_tokens
 
     def token_ids(self) -> list[list[int]]:
         """Of each event that has any."""
