@@ -10,19 +10,16 @@ from dataclasses import asdict, replace
 from enum import StrEnum
 
 from penstock.engine.client import (
-    AdapterTable,
     EngineClient,
     EngineConfig,
     EngineState,
     LoadProgress,
     LogFormat,
-    OutputStream,
     StepReport,
     is_gguf,
     say,
 )
 from penstock.scheduler.errors import PenstockError
-from penstock.scheduler.types import Request
 from penstock.server.config import DuringRestart, MetricsAlias, ServeConfig, ServerConfig
 from penstock.server.errors import ModelNotFound, NotServing
 from penstock.server.observability.activity import Activity
@@ -104,17 +101,16 @@ class Service:
         return self._model
 
     @property
-    def adapters(self) -> AdapterTable:
-        """Those that requests may name besides the model."""
+    def engine(self) -> EngineClient:
         assert self._engine, "the gate lets nothing through before the model is loaded"
-        return self._engine.adapters
+        return self._engine
 
     def model_named(self, name: str | None) -> ServedModel:
         """The model, with an adapter where that is the name. Without a name, the model itself.
         Raises ModelNotFound."""
         if not name or name in self.model.names:
             return self.model
-        adapter = self.adapters.by_name.get(name)
+        adapter = self.engine.adapters.by_name.get(name)
         if adapter is None:
             raise ModelNotFound(name, self.model.name)
         return self.model.with_adapter(adapter)
@@ -238,8 +234,7 @@ class Service:
             raise self._not_ready_yet()
 
     def _not_ready_yet(self) -> NotServing:
-        assert self._engine
-        retry_after_s = self._engine.ready_in_s
+        retry_after_s = self.engine.ready_in_s
         message = (
             "the engine ended and is starting again; requests that were running go on then; try "
             f"again in {retry_after_s} s"
@@ -278,31 +273,23 @@ class Service:
 
     def _check_running(self, max_unheard_s: float) -> None:
         """Raises NotServing for a process that is stopped, or in whose steps something hangs."""
-        assert self._engine
-        if self._engine.process.silence_s > max_unheard_s:
-            message = f"the engine process has not run for {self._engine.process.silence_s:.0f} s"
+        engine = self.engine
+        if engine.process.silence_s > max_unheard_s:
+            message = f"the engine process has not run for {engine.process.silence_s:.0f} s"
             raise NotServing(message, is_ending=False)
-        age_s = self._engine.step_age_s
-        if age_s > self._engine.stall_limit_s:
-            message = f"{self._engine.streams.num_open} answers are open, no step for {age_s:.0f} s"
+        age_s = engine.step_age_s
+        if age_s > engine.stall_limit_s:
+            message = f"{engine.streams.num_open} answers are open, no step for {age_s:.0f} s"
             raise NotServing(message, is_ending=False)
-
-    def check_room(self, num_answers: int, tenant: str) -> None:
-        """Raises QueueFull or RequestRefused where `submit_generation` would: before the work."""
-        assert self._engine
-        self._engine.streams.check_room(num_answers, tenant)
 
     def submit_generation(self, request: GenerationRequest) -> Generation:
         """Submits; raises QueueFull or EngineFailed. The caller closes the generation."""
-        assert self._engine
-        vocabulary = self.model.encoder.vocabulary
-        timeout_s = self.config.server.request_timeout_s
         generation = Generation(
             request,
-            self._engine,
-            vocabulary,
+            self.engine,
+            self.model.encoder.vocabulary,
             self.metrics,
-            timeout_s,
+            self.config.server.request_timeout_s,
             self.on_end(),
             self._traffic,
         )
@@ -323,12 +310,6 @@ class Service:
                 trace.end(request)
 
         return end
-
-    def submit(self, request: Request) -> OutputStream:
-        """Straight to the engine; raises QueueFull or EngineFailed. The caller closes the stream,
-        and reports to the metrics."""
-        assert self._engine
-        return self._engine.submit(request)
 
     async def _load(self) -> EngineClient:
         """Checks of the model come before what takes long: its config, then its tokenizer,

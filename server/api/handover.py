@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.server.api.common import check_own_key, receive, service_of
-from penstock.server.api.openai.routes import ChatCompletions, Completions
+from penstock.server.api.openai.routes import CHATS, COMPLETIONS
 from penstock.server.api.pipeline import TextResponse
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.generation_request import SentAnswers
@@ -26,10 +26,7 @@ from penstock.server.protocol.openai import GenerationFields
 router = APIRouter()
 
 KEY_HEADER = "x-penstock-handover-key"
-_APIS: dict[str, Completions | ChatCompletions] = {
-    "/v1/completions": Completions(),
-    "/v1/chat/completions": ChatCompletions(),
-}
+_APIS: dict[str, Any] = {"/v1/completions": COMPLETIONS, "/v1/chat/completions": CHATS}
 
 
 class Answer(msgspec.Struct):

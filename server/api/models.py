@@ -44,7 +44,7 @@ _PERMISSION: dict[str, object] = {
 @router.get("/models", include_in_schema=False)  # llama.cpp's path
 async def models(request: Request) -> Response:
     service = service_of(request)
-    names = [*service.model.names, *service.adapters.by_name]
+    names = [*service.model.names, *service.engine.adapters.by_name]
     cards = [_model_card(service, name) for name in names]
     # Anthropic's fields of a page
     page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -66,7 +66,7 @@ def _model_card(service: Service, name: str) -> dict[str, object]:
 
     Raises ModelNotFound.
     """
-    model, adapter = service.model_named(name), service.adapters.by_name.get(name)
+    model, adapter = service.model_named(name), service.engine.adapters.by_name.get(name)
     quantization = model.info.quantization
     return {
         "id": name,
@@ -116,7 +116,7 @@ async def load(http: Request) -> Response:
         raise InvalidRequest("a name must be printable", param="lora_name")
     directory = await asyncio.to_thread(_directory, root, fields.lora_path)
     try:
-        await service.adapters.load(name, str(directory), in_place=fields.load_inplace)
+        await service.engine.adapters.load(name, str(directory), in_place=fields.load_inplace)
     except AdapterRefused as error:
         raise InvalidRequest(str(error), param="lora_path") from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -127,7 +127,7 @@ async def unload(http: Request) -> Response:
     """Requests that run with it go on; new ones do not find it."""
     service, _ = _allowed(http)
     name = (await _fields(http, UnloadRequest)).lora_name
-    if not service.adapters.unload(name):
+    if not service.engine.adapters.unload(name):
         raise ModelNotFound(name, service.model.name)
     logger.info("adapter %s: unloaded", printable(name))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

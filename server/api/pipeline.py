@@ -132,7 +132,7 @@ class TextResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
-        service.check_room(received.fields.num_answers, received.client)
+        service.engine.check_room(received.fields.num_answers, received.client)
         request = await prepare(api, received)
         if self._sent:
             request = replace(request, sent=self._sent)

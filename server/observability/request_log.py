@@ -35,18 +35,18 @@ class EndedRequest:
 
     id: str
     operation: str
-    sampling: SamplingParams | None
-    num_choices: int
     arrival_s: float
     started_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-    tpot_s: float | None
     num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    finish_reasons: tuple[str, ...]
     outcome: str
+    sampling: SamplingParams | None = None
+    num_choices: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    tpot_s: float | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reasons: tuple[str, ...] = ()
 
     @property
     def ttft_s(self) -> float | None:

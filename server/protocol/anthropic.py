@@ -3,7 +3,6 @@
 Fields that a chat completion has too are checked there; errors then name the fields of this API.
 """
 
-import contextlib
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +16,6 @@ from penstock.server.protocol.translation import (
     TranslatedRequest,
     check_numbers,
     checked,
-    renamed_errors,
 )
 
 Block = dict[str, Any]
@@ -31,7 +29,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "context_management": ({}, {"edits": []}, _KEEP_ALL_REASONING),
 }
-_CHAT_TO_MESSAGES = {
+# The names here of fields of a chat completion, for complaints about them.
+CHAT_TO_MESSAGES = {
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -177,17 +176,12 @@ class MessagesRequest(CountTokensRequest):
 def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
     """thinks: whether the model reasons; one that does not meets any reasoning budget.
 
-    Raises InvalidRequest that names the fields of chat completions: see `names_of_messages`.
+    Raises InvalidRequest that names the fields of chat completions: see `CHAT_TO_MESSAGES`.
     """
     in_chat = fields.chat_fields()
     if not thinks:
         in_chat.pop("thinking_token_budget", None)
     return ChatCompletionRequest.of(in_chat, num_bytes=fields.num_bytes)
-
-
-def names_of_messages() -> contextlib.AbstractContextManager[None]:
-    """Within it, errors of chat completions name the fields of this API."""
-    return renamed_errors(_CHAT_TO_MESSAGES)
 
 
 def _system_messages(system: str | list[Block] | None) -> list[dict[str, Any]]:

@@ -14,12 +14,13 @@ from penstock.server.prompt.limits import check_could_fit
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.anthropic import (
+    CHAT_TO_MESSAGES,
     CountTokensRequest,
     MessagesRequest,
     chat_request,
-    names_of_messages,
 )
 from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.translation import renamed_errors
 
 router = APIRouter()
 
@@ -51,7 +52,7 @@ class Messages:
         return fields, await chat_prompts(fields, model)
 
     def error_names(self, _: Received[CountTokensRequest]) -> AbstractContextManager[None]:
-        return names_of_messages()
+        return renamed_errors(CHAT_TO_MESSAGES)
 
     def writer(
         self, received: Received[CountTokensRequest], generation: Generation

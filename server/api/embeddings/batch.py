@@ -104,17 +104,9 @@ class _Batch(Generic[T]):
         return EndedRequest(
             id=first.id,
             operation="embeddings",
-            sampling=None,
-            num_choices=0,
             arrival_s=first.arrival_s,
             started_s=min((s for s in started_s if s is not None), default=None),
-            first_token_s=None,
-            last_token_s=None,
-            tpot_s=None,
             num_prompt_tokens=sum(len(request.prompt_token_ids) for request in self._requests),
-            num_cached_tokens=0,
-            num_output_tokens=0,
-            finish_reasons=(),
             outcome=outcome,
         )
 
@@ -127,7 +119,7 @@ class _Batch(Generic[T]):
     def _submit_next(self) -> tuple[int, OutputStream]:
         index = self._waiting[0]
         request = self._requests[index]
-        stream = self._streams[index] = self._service.submit(request)
+        stream = self._streams[index] = self._service.engine.submit(request)
         self._waiting.popleft()
         return index, stream
 

@@ -1,7 +1,9 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -9,7 +11,7 @@ from starlette.responses import Response
 from penstock.server.api.common import Received
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.completion_writer import CompletionWriter
-from penstock.server.api.openai.writer import AnswerOptions, Head
+from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter
 from penstock.server.api.pipeline import answer_request
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.model import ServedModel
@@ -18,76 +20,52 @@ from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.openai import CompletionRequest, GenerationFields
 
 router = APIRouter()
+Fields = TypeVar("Fields", bound=GenerationFields)
+
+
+class OpenAIApi(Generic[Fields]):
+    """See `penstock.server.api.pipeline.TextApi`."""
+
+    def __init__(
+        self,
+        kind: type[Fields],
+        prompts: Callable[[Fields, ServedModel], Awaitable[Prompts]],
+        writer: type[OpenAIWriter],
+    ) -> None:
+        self.parse = kind.parse
+        self._prompts = prompts
+        self._writer = writer
+
+    async def render(self, received: Received[Fields]) -> tuple[Fields, Prompts]:
+        return received.fields, await self._prompts(received.fields, received.model)
+
+    def error_names(self, _: Received[Fields]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def writer(self, received: Received[Fields], generation: Generation) -> OpenAIWriter:
+        model = received.model
+        return self._writer(
+            Head(generation.request.id, model.name, model.fingerprint),
+            model.encoder.vocabulary,
+            _options(received.fields, generation),
+            generation.usage,
+        )
+
+
+COMPLETIONS = OpenAIApi(CompletionRequest, completion_prompts, CompletionWriter)
+CHATS = OpenAIApi(ChatCompletionRequest, chat_prompts, ChatWriter)
 
 
 @router.post("/v1/completions")
 @router.post("/completions", include_in_schema=False)  # llama.cpp's path
 async def completions(request: Request) -> Response:
-    return await answer_request(request, Completions())
+    return await answer_request(request, COMPLETIONS)
 
 
 @router.post("/v1/chat/completions")
 @router.post("/chat/completions", include_in_schema=False)  # llama.cpp's path
 async def chat_completions(request: Request) -> Response:
-    return await answer_request(request, ChatCompletions())
-
-
-class Completions:
-    """See `penstock.server.api.pipeline.TextApi`."""
-
-    parse = staticmethod(CompletionRequest.parse)
-
-    async def render(
-        self, received: Received[CompletionRequest]
-    ) -> tuple[CompletionRequest, Prompts]:
-        fields = received.fields
-        return fields, await completion_prompts(fields, received.model)
-
-    def error_names(self, _: Received[CompletionRequest]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def writer(
-        self,
-        received: Received[CompletionRequest],
-        generation: Generation,
-    ) -> CompletionWriter:
-        return CompletionWriter(
-            _head(received.model, generation),
-            received.model.encoder.vocabulary,
-            _options(received.fields, generation),
-            generation.usage,
-        )
-
-
-class ChatCompletions:
-    """See `penstock.server.api.pipeline.TextApi`."""
-
-    parse = staticmethod(ChatCompletionRequest.parse)
-
-    async def render(
-        self, received: Received[ChatCompletionRequest]
-    ) -> tuple[ChatCompletionRequest, Prompts]:
-        fields = received.fields
-        return fields, await chat_prompts(fields, received.model)
-
-    def error_names(self, _: Received[ChatCompletionRequest]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def writer(
-        self,
-        received: Received[ChatCompletionRequest],
-        generation: Generation,
-    ) -> ChatWriter:
-        return ChatWriter(
-            _head(received.model, generation),
-            received.model.encoder.vocabulary,
-            _options(received.fields, generation),
-            generation.usage,
-        )
-
-
-def _head(model: ServedModel, generation: Generation) -> Head:
-    return Head(generation.request.id, model.name, model.fingerprint)
+    return await answer_request(request, CHATS)
 
 
 def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:

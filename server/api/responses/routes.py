@@ -91,7 +91,7 @@ class Responses:
             if fields.store is not False:
                 stored = StoredResponse(
                     body=msgspec.json.encode(response),
-                    input_items=msgspec.json.encode(_with_ids(fields.input_items)),
+                    input_items=msgspec.json.encode(list(map(_as_listed, fields.input_items))),
                     output_items=msgspec.json.encode(response["output"]),
                     history=self._history,
                 )
@@ -176,10 +176,6 @@ def _limit(text: str) -> int:
         message = f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}"
         raise InvalidRequest(message, param="limit")
     return limit
-
-
-def _with_ids(items: list[Item]) -> list[Item]:
-    return [_as_listed(item) for item in items]
 
 
 def _as_listed(item: Item) -> Item:

@@ -21,6 +21,7 @@ from penstock.server.output.parts import CallArguments, CallStart, Part, Reasoni
 from penstock.server.protocol.responses import ResponsesRequest
 
 _encode = msgspec.json.Encoder().encode
+_REASONING = ("effort", "summary")
 Item = dict[str, Any]
 
 
@@ -130,6 +131,7 @@ class _OpenItem:
     """An item of the output that still grows. `whole` is the item as the body has it."""
 
     prefix: str
+    part_type: type[Part]
     # The event with more text and the one with the whole name it so: text or arguments.
     text_kind: str
     whole_name: str
@@ -147,10 +149,12 @@ class _OpenItem:
         self._before = b"event: %b\ndata: %b" % (kind.encode(), head)
 
     def takes(self, part: Part) -> bool:
-        raise NotImplementedError
+        return isinstance(part, self.part_type)
 
     def open(self) -> bytes:
-        return self._writer.event("response.output_item.added", item=self.whole)
+        added = self._writer.event("response.output_item.added", item=self.whole)
+        self.whole |= self._filled("")
+        return added + self._part_event("added")
 
     def grow(self, part: Part, entries: list[LogprobEntry]) -> bytes:
         assert not isinstance(part, CallStart)
@@ -201,17 +205,10 @@ class _OpenItem:
 
 class _OpenMessage(_OpenItem):
     prefix, text_kind, whole_name = "msg", "output_text", "text"
+    part_type = TextPart
 
     def __init__(self, writer: ResponseWriter) -> None:
         super().__init__(writer, {"type": "message", "role": "assistant", "content": []})
-
-    def takes(self, part: Part) -> bool:
-        return isinstance(part, TextPart)
-
-    def open(self) -> bytes:
-        added = super().open()
-        self.whole |= self._filled("")
-        return added + self._part_event("added")
 
     def _filled(self, text: str) -> Item:
         logprobs = self._writer.logprobs(self._entries)
@@ -227,17 +224,10 @@ class _OpenMessage(_OpenItem):
 
 class _OpenReasoning(_OpenItem):
     prefix, text_kind, whole_name = "rs", "reasoning_text", "text"
+    part_type = ReasoningPart
 
     def __init__(self, writer: ResponseWriter) -> None:
         super().__init__(writer, {"type": "reasoning", "summary": [], "content": []})
-
-    def takes(self, part: Part) -> bool:
-        return isinstance(part, ReasoningPart)
-
-    def open(self) -> bytes:
-        added = super().open()
-        self.whole |= self._filled("")
-        return added + self._part_event("added")
 
     def _filled(self, text: str) -> Item:
         return {"content": [{"type": "reasoning_text", "text": text}]}
@@ -245,6 +235,7 @@ class _OpenReasoning(_OpenItem):
 
 class _OpenCall(_OpenItem):
     prefix, text_kind, whole_name = "fc", "function_call_arguments", "arguments"
+    part_type = CallArguments
     item_type = "function_call"
 
     def __init__(self, writer: ResponseWriter, start: CallStart) -> None:
@@ -253,7 +244,7 @@ class _OpenCall(_OpenItem):
         super().__init__(writer, call | {self.whole_name: ""})
 
     def takes(self, part: Part) -> bool:
-        return isinstance(part, CallArguments) and part.index == self._start.index
+        return super().takes(part) and part.index == self._start.index
 
     def grow(self, part: Part, entries: list[LogprobEntry]) -> bytes:
         return b"" if isinstance(part, CallStart) else super().grow(part, entries)
@@ -318,10 +309,7 @@ def response_head(
         "presence_penalty": sampling.presence_penalty,
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": {
-            "effort": fields.reasoning.effort if fields.reasoning else None,
-            "summary": fields.reasoning.summary if fields.reasoning else None,
-        },
+        "reasoning": {name: getattr(fields.reasoning, name, None) for name in _REASONING},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
@@ -351,17 +339,7 @@ def usage_fields(usage: Usage) -> Item:
 
 
 def _tool(tool: Item) -> Item:
+    described = {"type": tool["type"]} | {key: tool.get(key) for key in ("name", "description")}
     if tool["type"] == "custom":
-        return {
-            "type": "custom",
-            "name": tool.get("name"),
-            "description": tool.get("description"),
-            "format": tool.get("format") or {"type": "text"},
-        }
-    return {
-        "type": "function",
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("parameters"),
-        "strict": tool.get("strict"),
-    }
+        return described | {"format": tool.get("format") or {"type": "text"}}
+    return described | {key: tool.get(key) for key in ("parameters", "strict")}

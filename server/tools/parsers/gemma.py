@@ -26,9 +26,6 @@ class GemmaParser(HeaderCalls):
     _BEGINS, _ENDS = (BEGIN,), (END,)
     _HEADER = re.compile(r"\s*call:\s*(?P<name>[\w.-]+)\s*")
 
-    def _after_marker(self, char: str) -> None:
-        self._begin_header(char)
-
     def _begin_arguments(self) -> None:
         self._arguments = _Arguments()
 

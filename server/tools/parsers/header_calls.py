@@ -15,6 +15,9 @@ class HeaderCalls(ListCalls):
 
     _HEADER: re.Pattern[str]
 
+    def _after_marker(self, char: str) -> None:
+        self._begin_header(char)
+
     def _begin_header(self, char: str) -> None:
         self._header = ""
         self._state = self._in_header
@@ -175,6 +178,3 @@ class HarmonyParser(HeaderCalls):
         r"\s*(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+?)\s*"
         r"(?:<\|constrain\|>\s*)?(?:json|code)?\s*<\|message\|>\s*"
     )
-
-    def _after_marker(self, char: str) -> None:
-        self._begin_header(char)
