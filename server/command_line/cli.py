@@ -3,11 +3,11 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from penstock.scheduler.errors import PenstockError
-from penstock.server.command_line.health_check import check, flags_of_container
-from penstock.server.command_line.health_check import make_parser as make_health_parser
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.flags.serve_flags import add_serve_flags
@@ -15,6 +15,47 @@ from penstock.server.observability.version import version
 
 _EXIT_USAGE = 2  # as argparse exits
 _EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+
+
+class Command(NamedTuple):
+    """A command besides `serve`. path: its module, with `main` and `make_parser`, is imported when
+    it is needed: `--help` should not wait for a web framework."""
+
+    path: str
+    help: str
+
+    @property
+    def module(self) -> Any:
+        return import_module(f"penstock.{self.path}")
+
+
+COMMANDS = {
+    "ray": Command("server.ray.cli", "serve a model on several replicas, with Ray Serve"),
+    "health": Command(
+        "server.command_line.health_check", "ask a server on this machine whether it is healthy"
+    ),
+    "bench": Command(
+        "loadtest.bench.cli", "measure a server under load; see penstock bench --help"
+    ),
+    "calibrate": Command(
+        "loadtest.calibrate.cli", "fit a model of step times to a server, for simulate"
+    ),
+    "simulate": Command(
+        "loadtest.simulate.cli", "what a load would do to servers that need not exist"
+    ),
+    "plan": Command(
+        "loadtest.plan.cli", "how many devices a load takes, with which flags, at what cost"
+    ),
+    "top": Command("loadtest.top.cli", "watch a server in the terminal; see penstock top --help"),
+    "models": Command(
+        "server.command_line.model_list",
+        "list the models on this machine; see penstock models --help",
+    ),
+    "chat": Command("loadtest.chat.cli", "chat with a served model; see penstock chat --help"),
+    "completion": Command(
+        "server.command_line.completion", "print a script that completes commands in a shell"
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,48 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Each command but `serve` parses its own flags. Imports that one of them needs are not at the
-    top: `--help` should not wait for a web framework."""
-    match arguments[:1]:
-        case ["bench"]:
-            from penstock.loadtest.bench.cli import main as bench
-
-            return bench(arguments[1:])
-        case ["calibrate"]:
-            from penstock.loadtest.calibrate.cli import main as calibrate
-
-            return calibrate(arguments[1:])
-        case ["simulate"]:
-            from penstock.loadtest.simulate.cli import main as simulate
-
-            return simulate(arguments[1:])
-        case ["plan"]:
-            from penstock.loadtest.plan.cli import main as plan
-
-            return plan(arguments[1:])
-        case ["top"]:
-            from penstock.loadtest.top.cli import main as top
-
-            return top(arguments[1:])
-        case ["chat"]:
-            from penstock.loadtest.chat.cli import main as chat
-
-            return chat(arguments[1:])
-        case ["completion"]:
-            from penstock.server.command_line.completion import main as completion
-
-            return completion(arguments[1:], _parsers()[0])
-        case ["models"]:
-            from penstock.server.command_line.model_list import main as models
-
-            return models(arguments[1:])
-        case ["ray"]:
-            from penstock.server.ray.cli import main as ray
-
-            return ray(arguments[1:])
-        case ["health"]:
-            return _health(arguments[1:])
-    parser, serve_flags = _parsers()
+    """Each command but `serve` parses its own flags."""
+    if arguments and (command := COMMANDS.get(arguments[0])):
+        code: int = command.module.main(arguments[1:])
+        return code
+    parser, serve_flags = parsers()
     set_defaults(serve_flags, os.environ, config_file(arguments))
     config = serve_config(parser.parse_args(arguments))
     from penstock.server.app import serve
@@ -88,17 +92,9 @@ def _open_standard_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
 
 
-def _health(arguments: list[str]) -> int:
-    """The server's address comes from the same flags, variables and file as the server has."""
-    parser = make_health_parser()
-    arguments = arguments or flags_of_container()
-    set_defaults(parser, os.environ, config_file(arguments))
-    options = parser.parse_args(arguments)
-    return check(options.host, options.port, has_tls=bool(options.ssl_certfile))
-
-
-def _parsers() -> tuple[FlagParser, FlagParser]:
-    """The whole command line's, and that of `penstock serve`."""
+def parsers() -> tuple[FlagParser, FlagParser]:
+    """Makes that of the whole command line, in which other commands are names alone, and that of
+    `penstock serve`."""
     parser = FlagParser(
         prog="penstock", description="An OpenAI-compatible server for large language models."
     )
@@ -106,18 +102,6 @@ def _parsers() -> tuple[FlagParser, FlagParser]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     add_serve_flags(serve)
-    commands.add_parser("ray", help="serve a model on several replicas, with Ray Serve")
-    commands.add_parser("health", help="ask a server on this machine whether it is healthy")
-    commands.add_parser("bench", help="measure a server under load; see penstock bench --help")
-    commands.add_parser("calibrate", help="fit a model of step times to a server, for simulate")
-    commands.add_parser("simulate", help="what a load would do to servers that need not exist")
-    commands.add_parser(
-        "plan", help="how many devices a load takes, with which flags, at what cost"
-    )
-    commands.add_parser("top", help="watch a server in the terminal; see penstock top --help")
-    commands.add_parser(
-        "models", help="list the models on this machine; see penstock models --help"
-    )
-    commands.add_parser("chat", help="chat with a served model; see penstock chat --help")
-    commands.add_parser("completion", help="print a script that completes commands in a shell")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help)
     return parser, serve

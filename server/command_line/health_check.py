@@ -1,16 +1,27 @@
 """`penstock health`: asks a server on this machine for /health, as the images do."""
 
 import http.client
+import os
 import ssl
 import sys
 from pathlib import Path
 
-from penstock.server.flags.flag_parser import FlagParser
+from penstock.server.flags.flag_parser import FlagParser, set_defaults
+from penstock.server.flags.serve_config import config_file
 from penstock.server.flags.serve_flags import add_serve_flags
 
 # Docker gives a check five seconds.
 _TIMEOUT_S = 4.0
 _HEALTHY, _UNHEALTHY = 0, 1  # Docker's exit codes
+
+
+def main(argv: list[str]) -> int:
+    """The server's address comes from the same flags, variables and file as the server has."""
+    parser = make_parser()
+    arguments = argv or flags_of_container()
+    set_defaults(parser, os.environ, config_file(arguments))
+    options = parser.parse_args(arguments)
+    return check(options.host, options.port, has_tls=bool(options.ssl_certfile))
 
 
 def check(host: str, port: int, *, has_tls: bool) -> int:
