@@ -39,8 +39,7 @@ from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.body import BodyMemory
 from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
-from penstock.server.http.last_resort import LastResort
-from penstock.server.http.middleware import Middleware, route_path
+from penstock.server.http.middleware import LastResort, Middleware, route_path
 from penstock.server.observability.request_log import request_id
 from penstock.server.observability.version import version
 from penstock.server.service import EXIT_DRAINED, Service
@@ -53,6 +52,8 @@ _MAX_BACKLOG = 2048
 # Between two requests of a connection. Load balancers keep theirs for 60 s: a server that closes
 # earlier closes during the next request, which they report as a 502.
 _KEEP_ALIVE_S = 75
+
+_ROUTES = (openai, responses, anthropic, embeddings, tokenize, handover, models, health, openapi)
 
 
 def build_app(service: Service) -> FastAPI:
@@ -81,17 +82,7 @@ def build_app(service: Service) -> FastAPI:
         max_count=service.config.server.max_stored_responses,
         max_bytes=service.config.server.max_stored_response_bytes,
     )
-    for module in (
-        openai,
-        responses,
-        anthropic,
-        embeddings,
-        tokenize,
-        handover,
-        models,
-        health,
-        openapi,
-    ):
+    for module in _ROUTES:
         app.include_router(module.router)
     if service.config.server.has_page:
         app.include_router(page.router)

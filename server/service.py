@@ -302,12 +302,12 @@ class Service:
         entry = request_entry.get()
         trace = self.tracer.begin(self.model.name) if self.tracer else None
         if entry is None:
-            return trace.end if trace else None
+            return trace
 
         def end(request: EndedRequest) -> None:
             entry.ended = request
             if trace:
-                trace.end(request)
+                trace(request)
 
         return end
 

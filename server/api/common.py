@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -25,6 +25,7 @@ from penstock.server.http.disconnect import (
 )
 from penstock.server.observability.request_log import note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
+from penstock.server.prompt.request_builder import Arrival
 from penstock.server.service import Service
 
 _LONG_BODY_BYTES = 1 << 16
@@ -43,30 +44,14 @@ Result = TypeVar("Result")
 Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
 
 
-class RequestTargets(NamedTuple):
-    """In seconds; None without a target. ttft_s, tpot_s: the request's own, or the server's.
-    own_itl_s: the request's alone, to which steps are fitted while it runs."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    own_itl_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
-    """A request that was read, parsed and checked. tenant: whose cache and stored responses it may
-    use. client: with whom it shares what is scarce; see `client_of`.
-    arrival_s: in time.monotonic(). http_id: its X-Request-Id. targets: its own and the
-    server's."""
+    """A request that was read, parsed and checked."""
 
     service: Service
     model: ServedModel
     fields: Fields_co
-    tenant: str
-    client: str
-    arrival_s: float
-    http_id: str
-    targets: RequestTargets
+    arrival: Arrival
 
 
 async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
@@ -74,7 +59,7 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
 
     Raises also what `read_body` raises, and ModelNotFound.
     """
-    service, arrival_s, tenant = service_of(http), time.monotonic(), tenant_of_request(http)
+    service, arrival_s = service_of(http), time.monotonic()
     body = await body_of(http)
     fields = without_collection(parse, body)
     if len(body) > _LONG_BODY_BYTES:
@@ -83,12 +68,42 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
         service=service,
         model=service.model_named(fields.model),
         fields=fields,
-        tenant=tenant,
+        arrival=_arrival(http, arrival_s, service.config.engine.scheduler),
+    )
+
+
+def _arrival(http: Request, arrival_s: float, config: SchedulerConfig) -> Arrival:
+    """A client may ask for slower steps than the server's target, and for faster ones only where
+    the server has none: its streams are not to slow the prompts of others more than the operator
+    wants. Raises InvalidRequest."""
+    ttft_s, tpot_s = _seconds(http.headers, TTFT_HEADER), _seconds(http.headers, TPOT_HEADER)
+    own_itl_s = tpot_s
+    if tpot_s is not None and config.itl_target_s is not None:
+        own_itl_s = max(tpot_s, config.itl_target_s)
+    return Arrival(
+        tenant=tenant_of_request(http),
         client=client_of(http),
         arrival_s=arrival_s,
         http_id=request_id.get() or "",
-        targets=targets_of(http.headers, service.config.engine.scheduler),
+        ttft_target_s=config.ttft_target_s if ttft_s is None else ttft_s,
+        tpot_target_s=config.itl_target_s if tpot_s is None else tpot_s,
+        own_itl_target_s=own_itl_s,
     )
+
+
+def _seconds(headers: Headers, name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequest(
+            f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0", param=name
+        )
+    return milliseconds / 1e3
 
 
 def without_collection(parse: Callable[[bytes], Result], body: bytes) -> Result:
@@ -145,33 +160,3 @@ async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Respons
 
 def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def targets_of(headers: Headers, config: SchedulerConfig) -> RequestTargets:
-    """A client may ask for slower steps than the server's target, and for faster ones only where
-    the server has none: its streams are not to slow the prompts of others more than the operator
-    wants. Raises InvalidRequest."""
-    ttft_s, tpot_s = _seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER)
-    own_itl_s = tpot_s
-    if tpot_s is not None and config.itl_target_s is not None:
-        own_itl_s = max(tpot_s, config.itl_target_s)
-    return RequestTargets(
-        ttft_s=config.ttft_target_s if ttft_s is None else ttft_s,
-        tpot_s=config.itl_target_s if tpot_s is None else tpot_s,
-        own_itl_s=own_itl_s,
-    )
-
-
-def _seconds(headers: Headers, name: str) -> float | None:
-    text = headers.get(name)
-    if text is None:
-        return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
-        raise InvalidRequest(
-            f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0", param=name
-        )
-    return milliseconds / 1e3

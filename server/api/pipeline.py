@@ -29,7 +29,7 @@ from penstock.server.output.generation_request import GenerationRequest, SentAns
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
-from penstock.server.prompt.request_builder import Arrival, build_generation_request
+from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.protocol.openai import GenerationFields
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
@@ -90,18 +90,13 @@ async def prepare(api: TextApi[Fields], received: Received[Fields]) -> Generatio
     with api.error_names(received):
         fields, prompts = await api.render(received)
         rules = fields.answer_rules
-        answer = await constrain(rules, prompts.reasoning, model, received.client)
-        arrival = Arrival(
-            tenant=received.tenant,
-            arrival_s=received.arrival_s,
-            http_id=received.http_id,
-            client=received.client,
-            ttft_target_s=received.targets.ttft_s,
-            tpot_target_s=received.targets.tpot_s,
-            own_itl_target_s=received.targets.own_itl_s,
-        )
+        answer = await constrain(rules, prompts.reasoning, model, received.arrival.client)
         build = partial(
-            build_generation_request, prompts=prompts, answer=answer, model=model, arrival=arrival
+            build_generation_request,
+            prompts=prompts,
+            answer=answer,
+            model=model,
+            arrival=received.arrival,
         )
         return await off_loop(build, fields, fields.num_bad_word_chars)
 
@@ -132,7 +127,7 @@ class TextResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
-        service.engine.check_room(received.fields.num_answers, received.client)
+        service.engine.check_room(received.fields.num_answers, received.arrival.client)
         request = await prepare(api, received)
         if self._sent:
             request = replace(request, sent=self._sent)

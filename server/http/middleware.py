@@ -5,6 +5,7 @@ Plain ASGI, because Starlette's own middleware class costs a task and two queues
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -16,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
-from penstock.server.http.access import TENANT, Access, claimed_tenant
-from penstock.server.http.web_pages import WebPages
+from penstock.server.http.access import TENANT, Access, WebPages, claimed_tenant
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_log import (
     RequestEntry,
@@ -159,3 +159,27 @@ def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     is_fit = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID_CHARS
     return given if is_fit else f"req-{secrets.token_hex(12)}"
+
+
+class LastResort:
+    """Around the whole app. A response that has begun ends with its connection, as it must."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            logger.error("a request failed", exc_info=error)
+            response = reply_to(RuntimeError()).response(scope["path"])
+            # The server refuses it if a response has begun. To watch `send` would cost each token.
+            with contextlib.suppress(RuntimeError):
+                await response(scope, receive, send)
+                return
+            raise

@@ -59,11 +59,16 @@ class Tracer:
         endpoint = url if path else f"{scheme}://{host}{_DEFAULT_PATH}"
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
 
-    def begin(self, model_name: str) -> "RequestTrace":
-        """For the HTTP request whose task calls this."""
-        return RequestTrace(self, model_name, trace_headers.get() or {}, request_id.get())
+    def begin(self, model_name: str) -> Callable[[EndedRequest], None]:
+        """Returns what records the HTTP request whose task calls this, when it has ended."""
+        return partial(
+            self._record,
+            model_name=model_name,
+            headers=trace_headers.get() or {},
+            http_id=request_id.get(),
+        )
 
-    def record(
+    def _record(
         self,
         request: EndedRequest,
         model_name: str,
@@ -117,21 +122,6 @@ class Tracer:
         for (name, start_s), phase_end_s in zip(phases, ends_s, strict=True):
             span: Span = self._tracer.start_span(name, context, start_time=wall_ns(start_s))
             span.end(wall_ns(phase_end_s))
-
-
-class RequestTrace:
-    """The trace of one HTTP request, recorded when the request ends."""
-
-    def __init__(
-        self, tracer: Tracer, model_name: str, headers: dict[str, str], http_id: str | None
-    ) -> None:
-        self._tracer = tracer
-        self._model_name = model_name
-        self._headers = headers
-        self._http_id = http_id
-
-    def end(self, request: EndedRequest) -> None:
-        self._tracer.record(request, self._model_name, self._headers, self._http_id)
 
 
 def _attributes(request: EndedRequest, model_name: str) -> dict[str, Any]:

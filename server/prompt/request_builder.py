@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.engine.client import new_request_id
 from penstock.scheduler.types import Request, SamplingParams
@@ -21,13 +21,24 @@ _SEED_RANGE = 1 << 63
 T = TypeVar("T")
 
 
+class ServedFields(Protocol):
+    """The fields of a request that say how the engine is to serve it."""
+
+    @property
+    def priority(self) -> int | None: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """Whose request it is, when it came, and its targets.
 
-    http_id: of the HTTP request. client: see `Received`. tpot_target_s: its answers are held
-    against it. own_itl_target_s: steps are fitted to it while they run, where it is not the
-    server's.
+    tenant: whose cache and stored responses it may use. client: with whom it shares what is scarce.
+    arrival_s: in time.monotonic(). http_id: its X-Request-Id. Targets are in seconds, its own or
+    the server's, None without one: its answers are held against tpot_target_s; own_itl_target_s is
+    the request's alone, to which steps are fitted while it runs.
     """
 
     tenant: str
@@ -37,6 +48,20 @@ class Arrival:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     own_itl_target_s: float | None = None
+
+    def request(self, fields: ServedFields, model: ServedModel, **others: Any) -> Request:
+        """Makes one for the engine. others: of its prompt."""
+        salt = fields.cache_salt
+        return Request(
+            id=new_request_id(self.http_id),
+            arrival_s=self.arrival_s,
+            priority=fields.priority or 0,
+            tenant=self.client,
+            # Requests share cached prefixes under an equal salt; a client can narrow its own.
+            cache_salt=f"{self.tenant}/{salt}" if salt else self.tenant,
+            adapter=model.adapter_id,
+            **others,
+        )
 
 
 def build_generation_request(
@@ -50,18 +75,14 @@ def build_generation_request(
     kind = "chatcmpl" if isinstance(fields, ChatCompletionRequest) else "cmpl"
     sampling = _sampling(fields, answer, model)
     requests = tuple(
-        Request(
-            id=new_request_id(arrival.http_id),
+        arrival.request(
+            fields,
+            model,
             prompt_token_ids=token_ids,
             sampling=replace(sampling, max_tokens=max_tokens),
-            arrival_s=arrival.arrival_s,
             n=fields.num_sampled,
-            priority=fields.priority or 0,
-            tenant=arrival.client,
             ttft_target_s=arrival.ttft_target_s if max_tokens else None,
             itl_target_s=arrival.own_itl_target_s,
-            cache_salt=salted(arrival.tenant, fields.cache_salt),
-            adapter=model.adapter_id,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
     )
@@ -82,11 +103,6 @@ def build_generation_request(
         make_reader=answer.make_reader,
         markup=answer.markup,
     )
-
-
-def salted(tenant: str, cache_salt: str | None) -> str:
-    """Requests share cached prefixes only under an equal salt; a client can narrow its own."""
-    return f"{tenant}/{cache_salt}" if cache_salt else tenant
 
 
 def _sampling(fields: GenerationFields, answer: AnswerFormat, model: ServedModel) -> SamplingParams:

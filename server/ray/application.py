@@ -9,11 +9,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from penstock.server.config import ServeConfig
 from penstock.server.flags.serve_config import serve_config
-from penstock.server.ray.autoscaling import replicas_for_load
+from penstock.server.ray.cli import Scale, make_parser, scale_of
 from penstock.server.ray.environment import DEREGISTRATION_S
-from penstock.server.ray.flags import Scale, make_parser, scale_of
 from penstock.server.ray.ingress import Ingress
-from penstock.server.ray.replica import Replica
+from penstock.server.ray.replica import Replica, replicas_for_load
 from penstock.server.ray.request_router import PrefixRouter
 
 NAME = "penstock"

@@ -11,8 +11,8 @@ import pytest
 from penstock.server.command_line.cli import main
 from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.ray import environment
-from penstock.server.ray.autoscaling import LOAD, load, replicas_for_load
 from penstock.server.ray.prompt_key import body_digests
+from penstock.server.ray.replica import LOAD, load, replicas_for_load
 
 
 class Context:

@@ -19,7 +19,6 @@ from fastapi import Request as HttpRequest
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from penstock.engine.client import new_request_id
 from penstock.scheduler.errors import PromptTooLong
 from penstock.scheduler.types import Request, SamplingParams
 from penstock.server.api.common import Received, json_response, receive, unless_disconnected
@@ -35,7 +34,6 @@ from penstock.server.prompt.limits import (
 )
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
-from penstock.server.prompt.request_builder import salted
 from penstock.server.protocol.invalid_fields import invalid_fields, json_of
 from penstock.server.protocol.openai import CacheSalt, Priority, RequestName, TokenId, Wire
 
@@ -300,16 +298,12 @@ async def _requests(
     num_chars = sum(map(len, inputs.values()))  # many ids take their time too
     prompts = await off_loop(partial(_encoded, fields, model), inputs, num_chars)
     return [
-        Request(
-            id=new_request_id(received.http_id),
+        received.arrival.request(
+            fields,
+            model,
             prompt_token_ids=prompt,
             sampling=_NO_ANSWER,
-            arrival_s=received.arrival_s,
-            priority=fields.priority or 0,
-            tenant=received.client,
-            cache_salt=salted(received.tenant, fields.cache_salt),
             pooling=model.pooler.pooling,
-            adapter=model.adapter_id,
         )
         for prompt in prompts
     ]

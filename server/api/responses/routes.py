@@ -95,7 +95,7 @@ class Responses:
                     output_items=msgspec.json.encode(response["output"]),
                     history=self._history,
                 )
-                self._store.put(received.tenant, response_id, stored)
+                self._store.put(received.arrival.tenant, response_id, stored)
 
         sampling = generation.request.requests[0].sampling
         head = response_head(fields, response_id, model.name, sampling)
@@ -107,7 +107,7 @@ class Responses:
         if previous_id is None:
             return ()
         try:
-            return self._store.get(received.tenant, previous_id).conversation
+            return self._store.get(received.arrival.tenant, previous_id).conversation
         except ResponseNotFound as error:
             code = "previous_response_not_found"
             raise InvalidRequest(str(error), param="previous_response_id", code=code) from error

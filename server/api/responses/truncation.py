@@ -39,18 +39,22 @@ async def with_what_fits(
             [whole[i] for i in kept[:num_past]], [whole[i] for i in kept[num_past:]]
         )
 
-    low, high = _least_dropped(whole, units, max_messages), len(units)
+    return await _fewest(render_without, _least_dropped(whole, units, max_messages), len(units))
+
+
+async def _fewest(render: Callable[[int], Awaitable[T]], low: int, high: int) -> T:
+    """Renders with the fewest items dropped that fit, from low to high. Raises InvalidRequest."""
     try:
-        return await render_without(low)
+        return await render(low)
     except InvalidRequest as error:
         if not _is_too_long(error) or low == high:
             raise
     low += 1
-    best = await render_without(high)
+    best = await render(high)
     while low < high:
         middle = (low + high) // 2
         try:
-            best = await render_without(middle)
+            best = await render(middle)
             high = middle
         except InvalidRequest as error:
             if not _is_too_long(error):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.http.last_resort import LastResort
+from penstock.server.http.middleware import LastResort
 
 
 class Panic(BaseException):

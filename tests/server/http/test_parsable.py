@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.http import parsable
-from penstock.server.http.parsable import LIMITS, SignCounts, check_parsable, sign_beyond_limit
+from penstock.server.http import body as body_module
+from penstock.server.http.body import LIMITS, SignCounts, check_parsable, sign_beyond_limit
 from tests.support.serving import RunningServer
 
 VALUES = st.recursive(
@@ -53,11 +53,11 @@ def num_signs(value: Any) -> dict[bytes, int]:
 def test_exactly_the_signs_outside_of_texts_count(value: Any, chunk_bytes: int) -> None:
     body, counts = json.dumps(value).encode(), num_signs(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parsable, "_CHUNK_BYTES", chunk_bytes)
-        patch.setattr(parsable, "LIMITS", counts)
+        patch.setattr(body_module, "_CHUNK_BYTES", chunk_bytes)
+        patch.setattr(body_module, "LIMITS", counts)
         assert sign_beyond_limit(body) is None
         for sign, count in counts.items():
-            patch.setattr(parsable, "LIMITS", counts | {sign: count - 1})
+            patch.setattr(body_module, "LIMITS", counts | {sign: count - 1})
             assert sign_beyond_limit(body) == sign
 
 
@@ -97,7 +97,7 @@ def test_what_a_text_has_many_of_does_not_count(server: RunningServer, sign: str
 def test_a_text_of_very_many_escapes_is_refused_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parsable, "MAX_ESCAPES", 9)
+    monkeypatch.setattr(body_module, "MAX_ESCAPES", 9)
     for num, is_refused in ((9, False), (10, True)):
         counts = SignCounts()
         body = b'{"prompt":"' + b"\\u00e9" * num + b'"}'

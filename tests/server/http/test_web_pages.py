@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 
 from penstock.server.config import ServerConfig
 from penstock.server.errors import UnknownHost
-from penstock.server.http.web_pages import WebPages, host_name
+from penstock.server.http.access import WebPages, host_name
 from tests.support.serving import MODEL, RunningServer, running_server
 
 FRIEND, STRANGER = "https://friend.example", "https://stranger.example"
