@@ -30,8 +30,7 @@ from penstock.server.observability.request_log import EndedRequest, RequestLog, 
 from penstock.server.observability.tracing import Tracer
 from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.observability.version import version
-from penstock.server.output.generation import Generation
-from penstock.server.output.generation_request import GenerationRequest
+from penstock.server.output.generation import Generation, GenerationRequest
 from penstock.server.prompt.model import (
     ServedModel,
     download_weights,

@@ -20,7 +20,7 @@ from penstock.server.api.common import check_own_key, receive, service_of
 from penstock.server.api.openai.routes import CHATS, COMPLETIONS
 from penstock.server.api.pipeline import TextResponse
 from penstock.server.errors import InvalidRequest
-from penstock.server.output.generation_request import SentAnswers
+from penstock.server.output.generation import SentAnswers
 from penstock.server.protocol.openai import GenerationFields
 
 router = APIRouter()

@@ -24,8 +24,7 @@ from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
 from penstock.server.observability.request_log import note_client_gone
 from penstock.server.output.delta import OutputDelta
-from penstock.server.output.generation import Generation, collected
-from penstock.server.output.generation_request import GenerationRequest, SentAnswers
+from penstock.server.output.generation import Generation, GenerationRequest, SentAnswers, collected
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts

@@ -16,11 +16,10 @@ from penstock.server.api.common import (
     without_collection,
 )
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt.chat import chat_prompt
 from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
-from penstock.server.prompt.prompts import check_servable
+from penstock.server.prompt.prompts import chat_prompt, check_servable
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.invalid_fields import invalid_fields, json_of
 from penstock.server.protocol.openai import TokenId, Wire

@@ -1,26 +1,76 @@
-"""`Generation`: from a request to its choices: submit, detokenize, stop, count.
+"""`GenerationRequest`, all that a request asks for once its wire format no longer matters, and
+`Generation`, from it to its choices: submit, detokenize, stop, count.
 
 Whether the deltas end in a stream or in one body is not known here.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from penstock.engine.client import EngineClient, OutputStream
 from penstock.scheduler.errors import TargetOutOfReach
-from penstock.scheduler.types import PromptOutput, RequestOutput, ResumedAnswer
+from penstock.scheduler.types import PromptOutput, Request, RequestOutput, ResumedAnswer
 from penstock.server.errors import InvalidRequest, RequestTimedOut
 from penstock.server.observability.metrics import Metrics, RequestTimes
 from penstock.server.observability.request_log import EndedRequest
 from penstock.server.observability.traffic_record import TrafficRecord
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
-from penstock.server.output.detokenizer import StopScanner, TextDecoder, Vocabulary
-from penstock.server.output.generation_request import GenerationRequest, SentAnswers
+from penstock.server.output.detokenizer import StopScanner, StopStrings, TextDecoder, Vocabulary
 from penstock.server.output.logprobs import EchoedTokens
+from penstock.server.output.parts import AnswerReader
+
+
+class SentAnswers(NamedTuple):
+    """The answers to a prompt that another server has begun to send, by index.
+
+    token_ids: of each, as far as the client has them. ended: why, of those that have.
+    """
+
+    token_ids: Mapping[int, tuple[int, ...]]
+    ended: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One HTTP request to the engine: a `Request` for each prompt, `n` answers to each.
+
+    are_whole: for each prompt, whether its answers are texts of their own (see `TextDecoder`).
+    echoes: for each prompt, the text that its answers begin with; empty for none.
+    echoes_logprobs: their logprobs begin with the prompt's too.
+    tpot_target_s: what the TPOT of its answers is held against.
+    min_tokens: a stop string is looked for only after this many. shows_special: special tokens
+    appear in the text, by name.
+    make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
+    special tokens that the reader must see, id -> text.
+    sent: of a request with one prompt that goes on here; None for one that starts here.
+    Choices are numbered prompt by prompt: choice = prompt * n + sample.
+    """
+
+    id: str
+    requests: tuple[Request, ...]
+    are_whole: tuple[bool, ...]
+    n: int
+    stops: StopStrings | None
+    includes_stop: bool
+    arrival_s: float
+    tpot_target_s: float | None = None
+    echoes: tuple[str, ...] = ()
+    echoes_logprobs: bool = False
+    min_tokens: int = 0
+    shows_special: bool = False
+    wants_token_ids: bool = False
+    make_reader: Callable[[], AnswerReader] | None = None
+    markup: Mapping[int, str] = field(default_factory=dict)
+    sent: SentAnswers | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[tuple[int, ...]]:
+        return [request.prompt_token_ids for request in self.requests]
 
 
 class Generation:

@@ -8,7 +8,7 @@ from penstock.engine.client import new_request_id
 from penstock.scheduler.types import Request, SamplingParams
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.detokenizer import StopStrings
-from penstock.server.output.generation_request import GenerationRequest
+from penstock.server.output.generation import GenerationRequest
 from penstock.server.prompt.constraints import AnswerFormat
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts

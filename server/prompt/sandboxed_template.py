@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.server.config import bare_environment
-from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
+from penstock.server.prompt.timed_template import RENDER_ERRORS, environment
 
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_CPU_S = 1

@@ -25,14 +25,13 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
-from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
 from penstock.server.prompt.sandboxed_template import (
     MAX_CPU_S,
     TemplateFailed,
     TemplateTooCostly,
     render,
 )
-from penstock.server.prompt.timed_template import timed
+from penstock.server.prompt.timed_template import RENDER_ERRORS, environment, timed
 from penstock.server.prompt.tokenizing import count_of, ids_of
 from penstock.server.tools.prompting import Message
 

@@ -10,8 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.invalid_fields import invalid_fields, json_of, nul
-from penstock.server.protocol.unsupported_fields import HINTS, NOT_SERVED, UNUSED, report_unused
+from penstock.server.protocol.invalid_fields import (
+    HINTS,
+    NOT_SERVED,
+    UNUSED,
+    invalid_fields,
+    json_of,
+    nul,
+    report_unused,
+)
 from penstock.server.structured.constraint import Constraint, constraint_of
 from penstock.server.tools.rules import AnswerRules
 

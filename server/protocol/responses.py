@@ -13,6 +13,7 @@ from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.invalid_fields import report_unused
 from penstock.server.protocol.openai import MAX_LOGPROBS, NEUTRAL, Probability, RequestName, Wire
 from penstock.server.protocol.tools import arguments_of
 from penstock.server.protocol.translation import (
@@ -22,7 +23,6 @@ from penstock.server.protocol.translation import (
     checked,
     renamed_errors,
 )
-from penstock.server.protocol.unsupported_fields import report_unused
 
 Item = dict[str, Any]
 Items = Annotated[list[Item], Field(fail_fast=True)]

@@ -9,9 +9,8 @@ import msgspec
 from pydantic import ValidationError
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.protocol.invalid_fields import invalid_fields
+from penstock.server.protocol.invalid_fields import UNUSED, invalid_fields
 from penstock.server.protocol.openai import ParsedRequest, Wire
-from penstock.server.protocol.unsupported_fields import UNUSED
 from penstock.server.structured.constraint import SYNONYMS
 
 # Fields of chat completions that mean the same in the other APIs, which do not have them.

@@ -11,9 +11,8 @@ from penstock.server.config import ServeConfig
 from penstock.server.flags.serve_config import serve_config
 from penstock.server.ray.cli import Scale, make_parser, scale_of
 from penstock.server.ray.environment import DEREGISTRATION_S
-from penstock.server.ray.ingress import Ingress
 from penstock.server.ray.replica import Replica, replicas_for_load
-from penstock.server.ray.request_router import PrefixRouter
+from penstock.server.ray.request_router import Ingress, PrefixRouter
 
 NAME = "penstock"
 # Ray must never refuse what Penstock would: also probes and scrapes take a place.

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.routing import prefix_digests
-from penstock.server.prompt.chat import render_chat
+from penstock.server.prompt.prompts import render_chat
 from penstock.server.prompt.timed_template import TemplateTooSlow
 from penstock.server.prompt.tokenizer import ChatTemplate, PromptEncoder
 from penstock.server.protocol.chat import ChatCompletionRequest

@@ -20,7 +20,7 @@ from penstock.server.api.openai.writer import AnswerOptions, Head, encode
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import TextDecoder
-from penstock.server.output.generation_request import GenerationRequest
+from penstock.server.output.generation import GenerationRequest
 from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import chat_prompts, completion_prompts

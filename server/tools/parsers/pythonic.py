@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.server.output.json_scanner import WHITESPACE
 from penstock.server.tools.parsers.base import MAX_NAME_CHARS, LineParser
-from penstock.server.tools.parsers.call_object import is_text
+from penstock.server.tools.parsers.json_calls import is_text
 
 
 class PythonicParser(LineParser):

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.server.prompt.chat import render_chat
+from penstock.server.prompt.prompts import render_chat
 from penstock.server.protocol.chat import ChatCompletionRequest
 from tests.support.chatting import QWEN, make_model
 from tests.support.serving import MODEL, RunningServer

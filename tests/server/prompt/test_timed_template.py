@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt.chat import render_chat
-from penstock.server.prompt.jinja_environment import RENDER_ERRORS, environment
-from penstock.server.prompt.timed_template import TemplateTooSlow, at_most, timed
+from penstock.server.prompt.prompts import render_chat
+from penstock.server.prompt.timed_template import (
+    RENDER_ERRORS,
+    TemplateTooSlow,
+    at_most,
+    environment,
+    timed,
+)
 from penstock.server.prompt.tokenizer import ChatTemplate, PromptEncoder
 from tests.support.chatting import QWEN, WEATHER, request
 from tests.support.neighbour import streaming

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock.server.structured.fair_turns import FairTurns, NoTurn
+from penstock.server.structured.grammar_checker import FairTurns, NoTurn
 
 
 async def settle() -> None:

@@ -1,6 +1,6 @@
 """The requests, each of a shape that is long to read, check, render, tokenize, compile or write.
 
-"within": just within the limits of `server.http.parsable`.
+"within": just within the limits of `server.http.body`.
 """
 
 import json
