@@ -107,8 +107,8 @@ def _seconds(headers: Headers, name: str) -> float | None:
 
 
 def without_collection(parse: Callable[[bytes], Result], body: bytes) -> Result:
-    """What is parsed of a large body is ten thousands of objects, none of them garbage: to collect
-    garbage among them meanwhile takes longer than to parse them."""
+    """A large body becomes ten thousands of objects, none of them garbage: to collect garbage among
+    them meanwhile takes longer than to parse them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -126,7 +126,7 @@ class TextResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
-        service.engine.check_room(received.fields.num_answers, received.arrival.client)
+        service.engine.streams.check_room(received.fields.num_answers, received.arrival.client)
         request = await prepare(api, received)
         if self._sent:
             request = replace(request, sent=self._sent)

@@ -26,14 +26,14 @@ BODY_TIMEOUT_S = 300.0
 
 # Large bodies that may be on their way at once, each as large as is accepted.
 _NUM_LARGEST = 16
-# What every body may have besides: so that nobody's large ones are in the way of ordinary ones.
+# Every body may have so much besides, so that nobody's large ones are in the way of ordinary ones.
 _FREE_BYTES = 256 * 1024
 _LONG_BODY_BYTES = 1 << 20
 
 
 class BodyMemory:
-    """What bodies that are being read may hold together. Many clients that each send a large one,
-    slowly, would fill the machine's memory otherwise."""
+    """The memory that bodies may hold together while they are read. Many clients that each send a
+    large one, slowly, would fill the machine's memory otherwise."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -86,7 +86,7 @@ async def read_body(request: Request, memory: BodyMemory) -> bytes:
 
 
 def is_json(content_type: str) -> bool:
-    """What browsers send of any page without asking first is not: text, forms, uploads.
+    """Text, forms and uploads, which browsers send for any page without asking first, are not.
 
     Source: "JSON MIME type" of WHATWG's MIME Sniffing.
     """

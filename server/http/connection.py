@@ -23,8 +23,8 @@ from penstock.server.observability.request_log import RequestEntry
 
 logger = logging.getLogger("penstock")
 
-# Of the request line and headers. Larger than one read from the socket, which may begin with the
-# end of the previous request.
+# The request line and headers have no more. It is larger than one read from the socket, which may
+# begin with the end of the previous request.
 MAX_HEAD_BYTES = 512 << 10
 # From the connection, or the request's first byte, to the end of its headers. Longer than load
 # balancers keep connections open that they opened in advance.
@@ -34,7 +34,7 @@ HEAD_TIMEOUT_S = 75.0
 READ_STALL_S = 600.0
 # In the state that the app's lifespan makes: the log of requests.
 REQUEST_LOG = "request_log"
-# Of connections beyond the limit: those that say nothing must not keep a probe out.
+# Connections beyond the limit get no more: those that say nothing must not keep a probe out.
 SPARE_HEAD_TIMEOUT_S = 1.0
 # A connection that has been idle for less may be about to send its next request.
 _MIN_IDLE_S = 0.5

@@ -82,7 +82,7 @@ class RequestTimes:
 
 @dataclass(eq=False)
 class Histograms:
-    """What is measured of each request and step, in the order of the page."""
+    """The measures of requests and steps, in the order of the page."""
 
     ttft: Histogram = described(
         "time_to_first_token_seconds",

@@ -63,7 +63,7 @@ def coalesced(deltas: list[OutputDelta]) -> list[OutputDelta]:
     by_choice: dict[int, list[OutputDelta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.choice, []).append(delta)
-    return [joined(of_choice) for of_choice in by_choice.values()]
+    return [joined(each) for each in by_choice.values()]
 
 
 def joined(deltas: list[OutputDelta]) -> OutputDelta:

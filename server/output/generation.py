@@ -6,8 +6,7 @@ Whether the deltas end in a stream or in one body is not known here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -74,7 +73,8 @@ class GenerationRequest:
 
 
 class Generation:
-    """One HTTP request's choices. Call `submit`, read `deltas`; then `usage` is complete."""
+    """One HTTP request's choices. Call `submit`, and `take` until `has_ended`; then `usage` is
+    complete."""
 
     def __init__(
         self,
@@ -211,18 +211,6 @@ class Generation:
     def num_waiting(self) -> int:
         """Outputs of the engine that `take` would take."""
         return sum(stream.num_waiting for stream in self._streams)
-
-    async def deltas(self) -> AsyncGenerator[list[OutputDelta], None]:
-        """All that is new at each look, for callers that do not `listen`."""
-        news = asyncio.Event()
-        self.listen(news.set)
-        while True:
-            news.clear()
-            if deltas := self.take():
-                yield deltas
-            if self.has_ended:
-                return
-            await news.wait()
 
     def close(self) -> None:
         """Call it once, however it ended: aborts what still runs, counts the outcome."""
@@ -401,11 +389,15 @@ class Generation:
 async def collected(generation: Generation) -> list[OutputDelta]:
     """All choices, each as one whole delta, in order."""
     parts: list[list[OutputDelta]] = [[] for _ in generation.choices]
-    async with aclosing(generation.deltas()) as news:
-        async for deltas in news:
-            for delta in deltas:
-                parts[delta.choice].append(delta)
-    return [joined(of_choice) for of_choice in parts]
+    news = asyncio.Event()
+    generation.listen(news.set)
+    while True:
+        news.clear()
+        for delta in generation.take():
+            parts[delta.choice].append(delta)
+        if generation.has_ended:
+            return [joined(each) for each in parts]
+        await news.wait()
 
 
 def _ignore() -> None:

@@ -140,7 +140,7 @@ async def load_model(
 
 
 def _is_here(model: str) -> bool:
-    # Of os.path: leaves the ~ of an unknown user as it is, which pathlib raises for.
+    # os.path leaves the ~ of an unknown user as it is, which pathlib raises for.
     return os.path.exists(os.path.expanduser(model))  # noqa: PTH110, PTH111
 
 

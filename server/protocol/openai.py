@@ -4,6 +4,7 @@ Three kinds of field: those we serve are declared; those that we know, do not se
 change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.invalid_fields import (
+    EXPECTED,
     HINTS,
     NOT_SERVED,
     UNUSED,
@@ -82,6 +84,7 @@ class ParsedRequest(Wire):
     """A request that is read from a body."""
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through
+    expected: ClassVar[Mapping[str, str]] = EXPECTED  # see `invalid_fields`
     _num_bytes: int = PrivateAttr(0)
 
     @classmethod
@@ -98,7 +101,7 @@ class ParsedRequest(Wire):
         try:
             fields = cls.model_validate(values)
         except ValidationError as error:
-            raise invalid_fields(error, cls) from error
+            raise invalid_fields(error, cls, expected=cls.expected) from error
         fields._num_bytes = num_bytes
         fields._check()
         return fields
@@ -111,6 +114,13 @@ class ParsedRequest(Wire):
     def _check(self) -> None:
         """Checks what pydantic does not. Raises InvalidRequest or UnsupportedParameter."""
         raise NotImplementedError
+
+
+def check_truncation(num_kept: int | None) -> None:
+    """Raises InvalidRequest."""
+    if num_kept == 0:
+        message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
+        raise InvalidRequest(message, param="truncate_prompt_tokens")
 
 
 class GenerationFields(ParsedRequest):
@@ -254,9 +264,7 @@ class GenerationFields(ParsedRequest):
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs cannot be combined with stream: true"
             raise InvalidRequest(message, param="prompt_logprobs")
-        if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
-            raise InvalidRequest(message, param="truncate_prompt_tokens")
+        check_truncation(self.truncate_prompt_tokens)
         if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
             message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
             raise InvalidRequest(message, param="min_tokens")

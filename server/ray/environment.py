@@ -24,7 +24,7 @@ def variables(drain_s: float) -> dict[str, str]:
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
-        # Of the first start, when Python imports Ray on a machine that also loads the model.
+        # The first start is slow, when Python imports Ray on a machine that also loads the model.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Each change of the replicas starts a new HAProxy. The one before keeps its connections
         # for so long, by default 120 s, and then cuts them.

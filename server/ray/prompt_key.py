@@ -1,4 +1,4 @@
-"""What a router compares of a request: digests of its prompt's tokens, or of its conversation."""
+"""The key by which a router compares requests: digests of a prompt, or of a conversation."""
 
 import json
 import struct

@@ -75,21 +75,13 @@ class _Expansion:
     def mark(self, sign: str) -> None:
         """A parenthesis, or the sign between alternatives."""
         if sign == "(":
-            self._open()
-        elif sign == ")":
-            self._close()
-        else:
-            self._end_alternative()
-
-    def _open(self) -> None:
-        self._groups.append((0, 0, 0))
-        if len(self._groups) > MAX_GROUP_DEPTH:
-            raise ValueError(f"its groups are nested more than {MAX_GROUP_DEPTH} deep")
-
-    def _close(self) -> None:
+            self._groups.append((0, 0, 0))
+            if len(self._groups) > MAX_GROUP_DEPTH:
+                raise ValueError(f"its groups are nested more than {MAX_GROUP_DEPTH} deep")
+            return
         self._end_alternative()
-        longest = self._groups.pop()[0] if len(self._groups) > 1 else 0
-        self.add(longest)
+        if sign == ")":
+            self.add(self._groups.pop()[0] if len(self._groups) > 1 else 0)
 
     def _end_alternative(self) -> None:
         longest, before, last = self._groups[-1]
@@ -186,7 +178,8 @@ def check_schema(schema: Any) -> None:
                     f"{', '.join(_MINIMA)} demand more than {MAX_MIN_VALUES} values or characters, "
                     "multiplied where they are nested; lower them"
                 )
-            _check_pattern(value.get("pattern"))
+            if isinstance(pattern := value.get("pattern"), str):
+                check_regex(pattern)
             _check_names("required", value.get("required"))
             rest += [(each, depth + 1, least, key) for key, each in value.items()]
     if num_refs > MAX_REFS:
@@ -198,11 +191,6 @@ def _least(schema: dict[str, Any]) -> int:
     found = [schema[key] for key in _MINIMA if isinstance(schema.get(key), int | float)]
     # Infinity and NaN are refused where the text of the schema is written.
     return max([1, *(int(min(each, MAX_MIN_VALUES + 1)) for each in found if each == each)])
-
-
-def _check_pattern(pattern: Any) -> None:
-    if isinstance(pattern, str):
-        check_regex(pattern)
 
 
 def _check_names(keyword: str, names: Any) -> None:

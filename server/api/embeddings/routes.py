@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 from starlette.responses import Response
 
 from penstock.scheduler.errors import PromptTooLong
@@ -34,8 +34,16 @@ from penstock.server.prompt.limits import (
 )
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
-from penstock.server.protocol.invalid_fields import invalid_fields, json_of
-from penstock.server.protocol.openai import CacheSalt, Priority, RequestName, TokenId, Wire
+from penstock.server.protocol.invalid_fields import nul
+from penstock.server.protocol.openai import (
+    CacheSalt,
+    ParsedRequest,
+    Priority,
+    RequestName,
+    TokenId,
+    Wire,
+    check_truncation,
+)
 
 MAX_INPUTS = 2048  # OpenAI's own limit
 
@@ -54,10 +62,10 @@ Texts = str | Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class PooledFields(Wire):
+class PooledFields(ParsedRequest):
     """The fields that both endpoints take: how texts become prompts, and how these are served."""
 
-    model_config = ConfigDict(extra="allow")
+    expected = _EXPECTED
     # Known but not supported: field -> the values that change nothing.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "normalize": (True,),
@@ -75,20 +83,11 @@ class PooledFields(Wire):
     cache_salt: CacheSalt | None = None
     request_id: RequestName | None = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest or UnsupportedParameter; `param` names the field."""
-        try:
-            fields = cls.model_validate(json_of(body))
-        except ValidationError as error:
-            raise invalid_fields(error, cls, expected=_EXPECTED) from error
-        for name, value in (fields.model_extra or {}).items():
-            if name in cls.neutral and value is not None and value not in cls.neutral[name]:
+    def _check(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral and value is not None and value not in self.neutral[name]:
                 raise UnsupportedParameter(name)
-        if fields.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
-            raise InvalidRequest(message, param="truncate_prompt_tokens")
-        return fields
+        check_truncation(self.truncate_prompt_tokens)
 
 
 class EmbeddingRequest(PooledFields):
@@ -126,19 +125,17 @@ class ScoreRequest(PooledFields):
     queries: Texts | None = None
     documents: Texts | None = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        fields = super().parse(body)
-        first, second = fields._names
+    def _check(self) -> None:
+        super()._check()
+        first, second = self._names
         for name in ("text_1", "text_2", "queries", "documents"):
-            given = getattr(fields, name)
+            given = getattr(self, name)
             if given is None and name in (first, second):
                 message, code = f"{name} is missing", "missing_required_parameter"
                 raise InvalidRequest(message, param=name, code=code)
             if given is not None and name not in (first, second):
                 message = f"{name} cannot be combined with {first} and {second}"
                 raise InvalidRequest(message, param=name)
-        return fields
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -219,11 +216,7 @@ async def embeddings(http: HttpRequest) -> Response:
         model.pooler.check(fields.dimensions)
         requests = await _requests(received, fields.inputs)
         values = await pooled(received.service, requests, written)
-        data = [
-            {"object": "embedding", "index": index, "embedding": value}
-            for index, value in enumerate(values)
-        ]
-        return json_response(_body("embd", fields, model, data, requests))
+        return json_response(_head("embd", received, requests) | _listed("embedding", values))
 
     return await unless_disconnected(http, answer())
 
@@ -237,11 +230,7 @@ async def score(http: HttpRequest) -> Response:
     async def answer() -> Response:
         pairs = fields.pairs()
         scores, requests = await _compared(received, fields.inputs, pairs)
-        data = [
-            {"object": "score", "index": index, "score": score}
-            for index, score in enumerate(scores)
-        ]
-        return json_response(_body("score", fields, received.model, data, requests))
+        return json_response(_head("score", received, requests) | _listed("score", scores))
 
     return await unless_disconnected(http, answer())
 
@@ -257,7 +246,7 @@ async def rerank(http: HttpRequest) -> Response:
         inputs = fields.inputs
         pairs = [(0, i) for i in range(1, len(inputs))]
         scores, requests = await _compared(received, inputs, pairs)
-        head = _head("rerank", fields, received.model, requests)
+        head = _head("rerank", received, requests)
         return json_response(head | {"results": fields.results(scores)})
 
     return await unless_disconnected(http, answer())
@@ -321,26 +310,20 @@ def _encoded(
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
-    _check_number(len(inputs), _field(inputs))
+    _check_number(len(inputs), list(inputs)[-1].partition("[")[0])  # the field of the last
     for param, given in inputs.items():
         if not given:
             raise InvalidRequest(
                 f"{param} is empty; send a text or at least one token", param=param
             )
         if isinstance(given, str) and "\0" in given:
-            message = f"{param} has a NUL character (U+0000), which is not text; remove it"
-            raise InvalidRequest(message, param=param)
+            raise nul(param)
 
 
 def _check_number(num_inputs: int, param: str) -> None:
     if num_inputs > MAX_INPUTS:
         message = f"{num_inputs} texts exceed the limit of {MAX_INPUTS} per request"
         raise InvalidRequest(f"{message}; send several requests", param=param)
-
-
-def _field(inputs: dict[str, str | list[int]]) -> str:
-    """The field that holds the last of them."""
-    return list(inputs)[-1].partition("[")[0]
 
 
 def _fitted(
@@ -373,24 +356,16 @@ def _cosine(a: "array[float]", b: "array[float]") -> float:
     return max(-1.0, min(1.0, math.fsum(map(mul, a, b))))
 
 
-def _body(
-    kind: str,
-    fields: PooledFields,
-    model: ServedModel,
-    data: list[dict[str, Any]],
-    requests: list[Request],
-) -> dict[str, Any]:
-    return _head(kind, fields, model, requests) | {"data": data}
+def _listed(kind: str, values: Sequence[Any]) -> dict[str, Any]:
+    return {"data": [{"object": kind, "index": i, kind: value} for i, value in enumerate(values)]}
 
 
-def _head(
-    kind: str, fields: PooledFields, model: ServedModel, requests: list[Request]
-) -> dict[str, Any]:
+def _head(kind: str, received: Received[PooledFields], requests: list[Request]) -> dict[str, Any]:
     num_tokens = sum(len(request.prompt_token_ids) for request in requests)
     return {
-        "id": f"{kind}-{fields.request_id or secrets.token_hex(12)}",
+        "id": f"{kind}-{received.fields.request_id or secrets.token_hex(12)}",
         "object": "list",
         "created": int(time.time()),
-        "model": model.name,
+        "model": received.model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
