@@ -98,12 +98,14 @@ def read_tokenizer(path: Path) -> str:
     tokens = Tokens(open_gguf(path))
     rules = _checked_rules(tokens)
     tokenizer = _sentence_piece(tokens) if rules is None else _byte_level(tokens, rules)
-    for token, kind in zip(tokens.texts, tokens.kinds, strict=True):
-        # These are found in a text before anything else.
-        if token and kind in (UNKNOWN, CONTROL):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False)])
-        elif token and kind == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    # These are found in a text before anything else. In one call, as each makes their index anew.
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+            for token, kind in zip(tokens.texts, tokens.kinds, strict=True)
+            if token and kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
     return tokenizer.to_str()
 
 
@@ -211,12 +213,21 @@ def _add_ends(tokenizer: Tokenizer, tokens: Tokens, *, adds_bos: bool) -> None:
     """Puts the tokens of a text's begin and end around it, where the file says so."""
     bos = tokens.id_of("bos") if tokens.get("add_bos_token", bool, default=adds_bos) else None
     eos = tokens.id_of("eos") if tokens.get("add_eos_token", bool, default=False) else None
-    before, after = ([] if each is None else [tokens.texts[each]] for each in (bos, eos))
-    if before or after:
+    # A name is the token's text, but for what a template reads in another way.
+    names = {
+        each: f"token {each}" if {":", "$"} & set(tokens.texts[each]) else tokens.texts[each]
+        for each in (bos, eos)
+        if each is not None
+    }
+    before, after = ([] if each is None else [names[each]] for each in (bos, eos))
+    if names:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
             pair=[*before, "$A", *after, *(f"{each}:1" for each in (*before, "$B", *after))],
-            special_tokens=[(tokens.texts[each], each) for each in (bos, eos) if each is not None],
+            special_tokens=[
+                {"id": name, "ids": [each], "tokens": [tokens.texts[each]]}
+                for each, name in names.items()
+            ],
         )
 
 

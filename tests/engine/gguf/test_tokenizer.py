@@ -1,6 +1,7 @@
 """Texts have the ids that the tokenizer gives which was converted."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,37 @@ def test_unused_tokens_are_no_text_and_user_defined_ones_are(tmp_path: Path) -> 
     assert tokenizer.decode([1, 3, 1]) == "a<think>a"
     assert tokenizer.token_to_id("[PAD2]") is None
     assert 0 in tokenizer.encode("[PAD2]").ids
+
+
+def test_thousands_of_special_tokens_are_added_together(tmp_path: Path) -> None:
+    specials = [f"<unused{i}>" for i in range(12_000)]  # one by one they take half a minute
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", *specials])
+    writer.add_token_scores([0.0] * (1 + len(specials)))
+    writer.add_token_types([TokenType.UNKNOWN] + [TokenType.CONTROL] * len(specials))
+    writer.add_unk_token_id(0)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    began_s = time.process_time()
+    tokenizer = Tokenizer.from_str(read_tokenizer(path))
+    assert time.process_time() - began_s < 10
+    assert tokenizer.encode("<unused7><unused11999>").ids == [1 + 7, 1 + 11_999]
+
+
+def test_a_first_token_may_have_signs_that_a_template_reads(tmp_path: Path) -> None:
+    tokens = list(
+        Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+        .get_vocab(with_added_tokens=True)
+        .items()
+    )
+    texts = [text for text, _ in sorted(tokens, key=lambda each: each[1])]
+    texts[1] = "$A:1"
+    converted = reread(
+        tmp_path / "m.gguf", DEMO_MODEL, tokens=texts, bos_token_id=1, add_bos_token=True
+    )
+    found = converted.encode("a", "b")
+    assert found.ids[0] == 1 and found.tokens[0] == "$A:1"
+    assert found.type_ids == [0, 0, 1, 1]
