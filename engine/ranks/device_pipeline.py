@@ -19,29 +19,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.ranks.group import Doing
+from penstock.engine.ranks.pipeline import PipelineStage
 from penstock.engine.ranks.torch_group import TorchGroup
 
 
 @dataclass(slots=True)
-class DevicePipeline:
+class DevicePipeline(PipelineStage):
     """before, after: of this rank and of that with the same part of the layers in the neighbouring
     stage, the one that sends first; None in the first and in the last stage."""
 
-    stage: int = 0
-    num_stages: int = 1
-    doing: Doing = field(default_factory=Doing)
     before: TorchGroup | None = None
     after: TorchGroup | None = None
     _arrived: Tensor | None = field(default=None, init=False)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
 
     def allocate(
         self, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device

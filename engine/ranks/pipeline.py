@@ -13,23 +13,12 @@ from penstock.engine.ranks.link import Link
 
 
 @dataclass(slots=True)
-class Pipeline:
-    """before, after: to the rank with the same part of the layers in the neighbouring stages; None
-    in the first and in the last.
-
-    A step is computed within `in_step`; computed_s is then the time that it took in this stage and
-    in those before, without waiting for them.
-    """
+class PipelineStage:
+    """One of the stages that compute a model one after the other."""
 
     stage: int = 0
     num_stages: int = 1
     doing: Doing = field(default_factory=Doing)
-    before: Link | None = None
-    after: Link | None = None
-    computed_s: float = field(default=0.0, init=False)
-    _step: int = field(default=0, init=False)
-    _began_s: float = field(default=0.0, init=False)
-    _waited_s: float = field(default=0.0, init=False)
 
     @property
     def is_first(self) -> bool:
@@ -38,6 +27,23 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+
+@dataclass(slots=True)
+class Pipeline(PipelineStage):
+    """before, after: to the rank with the same part of the layers in the neighbouring stages; None
+    in the first and in the last.
+
+    A step is computed within `in_step`; computed_s is then the time that it took in this stage and
+    in those before, without waiting for them.
+    """
+
+    before: Link | None = None
+    after: Link | None = None
+    computed_s: float = field(default=0.0, init=False)
+    _step: int = field(default=0, init=False)
+    _began_s: float = field(default=0.0, init=False)
+    _waited_s: float = field(default=0.0, init=False)
 
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:
