@@ -83,8 +83,10 @@ def _pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) 
     downs = packer.linears(layer.down, *[layer.config.hidden_size] * num)
     each = zip(gates_and_ups[::2], gates_and_ups[1::2], downs, strict=True)
     experts = [structure("Expert")(*expert) for expert in each]
-    norms = dict.fromkeys(("router_norm", "input_norm"), packer.norm(mlp_norm))
-    given = {} if layer.config.is_beside_mlp else norms
+    given: dict[str, int | None] = {}
+    if not layer.config.is_beside_mlp:
+        given = dict.fromkeys(("router_norm", "input_norm"), packer.norm(mlp_norm))
+        given |= dict.fromkeys(("factors", "mlp_norm", "output_norm"))
     return packer.filled("ExpertsLayer", layer, each=packer.array("Expert", experts), **given)
 
 

@@ -37,13 +37,19 @@ class Packer:
     def filled(self, name: str, *sources: object, **given: Any) -> Structure:
         """Returns the structure of this name. A field that is not given is what the first source
         has that has such an attribute: a tensor in float32, a linear layer, those that are stacked
-        in one, or a number. What none has stays zero."""
+        in one, or a number. None stays zero, and so does all without a source, and a structure that
+        none has. Raises AttributeError for any other field that none has."""
         packed = structure(name)(**given)
+        known = [source for source in sources if source is not None]
         for field, *_ in packed._fields_:
-            found = (getattr(source, field) for source in sources if hasattr(source, field))
-            if field in given or (value := next(found, None)) is None:
+            if field in given or not known:
                 continue
             place = getattr(packed, field)
+            source = next((each for each in known if hasattr(each, field)), None)
+            if source is None and not isinstance(place, Structure):
+                raise AttributeError(f"nothing is given for the field {field} of {name}")
+            if (value := getattr(source, field, None)) is None:
+                continue
             if isinstance(place, ctypes.Array):
                 packed_parts = self.linears(cast(Linear, value))
                 place[: len(packed_parts)] = packed_parts

@@ -8,8 +8,10 @@ from ctypes import Structure
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.engine.native import compiler
+from penstock.engine.native.packing import Packer
 from penstock.engine.native.structures import structure
 from tests.support.compiler import needs_compiler
 
@@ -83,3 +85,9 @@ def test_a_field_whose_place_is_not_known_is_refused(field: str, tmp_path: Path)
 def test_a_field_that_is_not_declared_cannot_be_set() -> None:
     with pytest.raises(AttributeError, match="hiden"):
         structure("Model")(hiden=64)
+
+
+def test_a_field_that_nothing_is_given_for_ends_the_packing() -> None:
+    packer = Packer(ctypes.CDLL(None), torch.float32)
+    with pytest.raises(AttributeError, match="is given for the field"):
+        packer.filled("PerLayerInputs", object())
