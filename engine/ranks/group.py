@@ -71,13 +71,12 @@ class Doing:
         finally:
             self.phase = before
 
-    @contextmanager
-    def in_step(self, step: int) -> Iterator[None]:
+    def begin_step(self, step: int) -> None:
         """step: of the scheduler."""
-        self.step = step
-        with self.during("inputs"):
-            yield
-        self.step = 0
+        self.step, self.phase = step, "inputs"
+
+    def end_step(self) -> None:
+        self.step, self.phase = 0, "its start"
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.phase}" if self.step else self.phase
