@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -26,6 +26,7 @@ from penstock.server.http.disconnect import (
 from penstock.server.observability.request_log import note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.request_builder import Arrival
+from penstock.server.protocol.openai import ParsedRequest
 from penstock.server.service import Service
 
 _LONG_BODY_BYTES = 1 << 16
@@ -34,14 +35,9 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 
 
-class NamesModel(Protocol):
-    @property
-    def model(self) -> str | None: ...
-
-
-Fields = TypeVar("Fields", bound=NamesModel)
+Fields = TypeVar("Fields", bound=ParsedRequest)
 Result = TypeVar("Result")
-Fields_co = TypeVar("Fields_co", bound=NamesModel, covariant=True)
+Fields_co = TypeVar("Fields_co", bound=ParsedRequest, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.api.common import NamesModel, Received, receive
+from penstock.server.api.common import Received, receive
 from penstock.server.http.disconnect import (
     CLIENT_DISCONNECTED,
     ClientDisconnected,
@@ -29,7 +29,9 @@ from penstock.server.prompt.constraints import constrain
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.request_builder import build_generation_request
-from penstock.server.protocol.openai import GenerationFields
+from penstock.server.protocol.anthropic import MessagesRequest
+from penstock.server.protocol.openai import GenerationFields, ParsedRequest
+from penstock.server.protocol.responses import ResponsesRequest
 
 # The tokens whose logprobs an answer reports: more of them are written in a thread.
 _MAX_LOGPROBS_ON_LOOP = 1000
@@ -44,20 +46,8 @@ class Writer(EventWriter, Protocol):
         ...
 
 
-Fields = TypeVar("Fields", bound=NamesModel)
-
-
-class WantsAnswers(NamesModel, Protocol):
-    @property
-    def stream(self) -> bool | None: ...
-
-    @property
-    def num_answers(self) -> int:
-        """To all prompts of the request together."""
-        ...
-
-
-AnswerFields = TypeVar("AnswerFields", bound=WantsAnswers)
+Fields = TypeVar("Fields", bound=ParsedRequest)
+AnswerFields = TypeVar("AnswerFields", bound=GenerationFields | MessagesRequest | ResponsesRequest)
 
 
 class TextApi(Protocol[Fields]):

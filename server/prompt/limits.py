@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.server.errors import InvalidRequest
 from penstock.server.prompt.model import ServedModel
-from penstock.server.protocol.openai import GenerationFields
+from penstock.server.protocol.openai import GenerationFields, PromptFields
 
 Text = TypeVar("Text", str, list[int], str | list[int])
 
@@ -21,16 +21,6 @@ _USUAL_TOKEN_CHARS = 4
 MAX_TOKENS_TOGETHER = 1 << 20
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
-
-
-class Truncatable(Protocol):
-    """See `truncated`."""
-
-    @property
-    def truncate_prompt_tokens(self) -> int | None: ...
-
-    @property
-    def truncation_side(self) -> str | None: ...
 
 
 def check_could_fit(
@@ -61,7 +51,7 @@ def _too_many(what: str, num: int, model: ServedModel, param: str) -> InvalidReq
 def tokenized(
     text: str | list[int],
     encode: Callable[[str | list[int]], tuple[int, ...]],
-    fields: Truncatable,
+    fields: PromptFields,
     model: ServedModel,
     param: str,
 ) -> tuple[int, ...]:
@@ -93,7 +83,7 @@ def check_together(num_tokens: int, num_prompts: int, param: str) -> None:
 def tokenized_together(
     prompts: Iterable[tuple[str, str | list[int]]],
     encode: Callable[[str | list[int]], tuple[int, ...]],
-    fields: Truncatable,
+    fields: PromptFields,
     model: ServedModel,
 ) -> list[tuple[int, ...]]:
     """As `tokenized`, for each param and its text. Also raises what `check_together` does."""

@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from penstock.engine.client import new_request_id
 from penstock.scheduler.types import Request, SamplingParams
@@ -14,21 +14,11 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.tokenizer import PromptEncoder
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.openai import CompletionRequest, GenerationFields
+from penstock.server.protocol.openai import CompletionRequest, GenerationFields, PromptFields
 
 _SEED_RANGE = 1 << 63
 
 T = TypeVar("T")
-
-
-class ServedFields(Protocol):
-    """The fields of a request that say how the engine is to serve it."""
-
-    @property
-    def priority(self) -> int | None: ...
-
-    @property
-    def cache_salt(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,7 @@ class Arrival:
     tpot_target_s: float | None = None
     own_itl_target_s: float | None = None
 
-    def request(self, fields: ServedFields, model: ServedModel, **others: Any) -> Request:
+    def request(self, fields: PromptFields, model: ServedModel, **others: Any) -> Request:
         """Makes one for the engine. others: of its prompt."""
         salt = fields.cache_salt
         return Request(

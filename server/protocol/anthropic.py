@@ -99,7 +99,8 @@ class OutputConfig(Wire):
 class CountTokensRequest(TranslatedRequest):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
-    model: str | None = None
+    neutral = _NEUTRAL
+
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Blocks | None = None
     tools: Blocks | None = None
@@ -113,9 +114,7 @@ class CountTokensRequest(TranslatedRequest):
             self.tools,
             self.model_extra,
         )
-        for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
-                raise UnsupportedParameter(name)
+        super()._check()
         if (self.model_extra or {}).get("thread") is not None:
             raise ThreadUnsupported
         if self.thinking and self.thinking.type == "disabled":

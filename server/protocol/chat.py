@@ -1,13 +1,19 @@
 """`POST /v1/chat/completions`: its messages, and what they are for a chat template."""
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.protocol.invalid_fields import EXPECTED, invalid_fields, nul
-from penstock.server.protocol.openai import MAX_LOGPROBS, GenerationFields, ReasoningEffort, Wire
+from penstock.server.protocol.openai import (
+    MAX_LOGPROBS,
+    NEUTRAL,
+    GenerationFields,
+    ReasoningEffort,
+    Wire,
+)
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
 from penstock.server.tools.rules import AnswerRules
 
@@ -106,7 +112,10 @@ def _text_of(part: ContentPart, param: str) -> str:
 class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    served_extras = frozenset(("functions", "function_call"))  # see `take_functions`
+    # But for those of `take_functions`.
+    neutral: ClassVar = {
+        k: v for k, v in NEUTRAL.items() if k not in ("functions", "function_call")
+    }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)

@@ -85,7 +85,12 @@ class ParsedRequest(Wire):
 
     model_config = ConfigDict(extra="allow")  # kept to be looked through
     expected: ClassVar[Mapping[str, str]] = EXPECTED  # see `invalid_fields`
+    # Known but not supported: field -> the values that change nothing; and what to do instead.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
     _num_bytes: int = PrivateAttr(0)
+
+    model: str | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -113,22 +118,37 @@ class ParsedRequest(Wire):
 
     def _check(self) -> None:
         """Checks what pydantic does not. Raises InvalidRequest or UnsupportedParameter."""
-        raise NotImplementedError
+        extra = self.model_extra or {}
+        # Not one by one: a body may have ten thousands of unknown fields.
+        for name in sorted(extra.keys() & self.neutral.keys()):
+            if extra[name] is not None and extra[name] not in self.neutral[name]:
+                raise UnsupportedParameter(name, self.hints.get(name, "leave it out"))
 
 
-def check_truncation(num_kept: int | None) -> None:
-    """Raises InvalidRequest."""
-    if num_kept == 0:
-        message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
-        raise InvalidRequest(message, param="truncate_prompt_tokens")
+class PromptFields(ParsedRequest):
+    """How texts become prompts, and how these are served; beyond OpenAI, under vLLM's names."""
+
+    user: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: RequestName | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
 
 
-class GenerationFields(ParsedRequest):
+class GenerationFields(PromptFields):
     """The fields that both endpoints take."""
 
-    served_extras: ClassVar[frozenset[str]] = frozenset()  # which `NEUTRAL` has for the other API
+    neutral = NEUTRAL
+    hints = HINTS
 
-    model: str | None = None  # the server has one
     n: int | None = Field(None, ge=1, le=MAX_N)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
@@ -141,7 +161,6 @@ class GenerationFields(ParsedRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[BiasKey, Bias], Field(max_length=1024)] | None = None
-    user: str | None = None
     # Beyond OpenAI, under vLLM's names.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -149,8 +168,6 @@ class GenerationFields(ParsedRequest):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: (
@@ -161,16 +178,12 @@ class GenerationFields(ParsedRequest):
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)  # -1: the most
     # One of these at most: see server/structured/constraint.py. The last two are llama.cpp's.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    request_id: RequestName | None = None
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
@@ -229,17 +242,6 @@ class GenerationFields(ParsedRequest):
         """The limit that the client set, if it did."""
         return self.max_tokens
 
-    def _refuse_unsupported(self) -> None:
-        extra = self.model_extra or {}
-        # Not one by one: a body may have ten thousands of unknown fields.
-        for name in sorted(extra.keys() & NEUTRAL.keys()):
-            value, is_served = extra[name], name in self.served_extras
-            if not is_served and value is not None and value not in NEUTRAL[name]:
-                raise UnsupportedParameter(name, HINTS.get(name, "leave it out"))
-        for name in UNUSED:
-            if extra.get(name):
-                report_unused(name, "this server has no use for it")
-
     @cached_property
     def constraint(self) -> Constraint | None:
         """The form that the answer must have; None for any text. Raises InvalidRequest."""
@@ -256,7 +258,10 @@ class GenerationFields(ParsedRequest):
         return AnswerRules(constraint=self.constraint)
 
     def _check(self) -> None:
-        self._refuse_unsupported()
+        super()._check()
+        for name in UNUSED:
+            if (self.model_extra or {}).get(name):
+                report_unused(name, "this server has no use for it")
         _ = self.constraint  # raises if there is more than one
         if self.stream_options and not self.stream:
             message = "stream_options requires stream: true"
@@ -264,7 +269,6 @@ class GenerationFields(ParsedRequest):
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs cannot be combined with stream: true"
             raise InvalidRequest(message, param="prompt_logprobs")
-        check_truncation(self.truncate_prompt_tokens)
         if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
             message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
             raise InvalidRequest(message, param="min_tokens")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
-from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest, ContentPart
 from penstock.server.protocol.invalid_fields import report_unused
 from penstock.server.protocol.openai import MAX_LOGPROBS, NEUTRAL, Probability, RequestName, Wire
 from penstock.server.protocol.tools import arguments_of
@@ -41,7 +41,6 @@ Includable = Literal[
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
-_CHAT_ONLY = frozenset(ChatCompletionRequest.model_fields) - SHARED_FIELDS
 _HINTS = {
     "messages": "use input",
     "reasoning_effort": "use reasoning.effort",
@@ -53,8 +52,9 @@ _HINTS = {
     "conversation": "use previous_response_id",
     "logprobs": 'use include: ["message.output_text.logprobs"]',
 }
-# Known but not supported: field -> the values that change nothing.
-_NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **NEUTRAL,
+    **dict.fromkeys(ChatCompletionRequest.model_fields, ()),
     "background": (False,),
     "conversation": (),
     "prompt": (),
@@ -68,6 +68,8 @@ _NEUTRAL_HERE: dict[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "truncation_side": ("left",),
 }
+for _name in SHARED_FIELDS:
+    _NEUTRAL.pop(_name, None)
 # Run by OpenAI's own servers, or known to its models; Codex sends some with every request.
 _HOSTED_TOOLS = frozenset(
     (
@@ -105,23 +107,15 @@ class ReasoningConfig(Wire):
     summary: str | None = None
 
 
-class InputPart(Wire):
-    """A part of a message. Only text is served; others are refused by their type's name."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
 class InputMessage(Wire):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class Reasoning(Wire):
     """Reasoning of ours that the client sends back; encrypted reasoning of others is ignored."""
 
-    content: Annotated[list[InputPart], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
 
 class FunctionCall(Wire):
@@ -140,13 +134,15 @@ class CallOutput(Wire):
     """The result of a function or a custom tool."""
 
     call_id: str
-    output: str | Annotated[list[InputPart], Field(fail_fast=True)]
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class ResponsesRequest(TranslatedRequest):
     """`POST /v1/responses`."""
 
-    model: str | None = None
+    neutral = _NEUTRAL
+    hints = _HINTS
+
     input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -184,8 +180,7 @@ class ResponsesRequest(TranslatedRequest):
             self.text and self.text.format,
             self.model_extra,
         )
-        for name, value in (self.model_extra or {}).items():
-            _check_extra(name, value)
+        super()._check()
         if self.input is None and self.previous_response_id is None:
             message = "input is missing; it may be left out only with a previous_response_id"
             raise InvalidRequest(message, param="input", code="missing_required_parameter")
@@ -266,17 +261,6 @@ def names_of_responses(
     return renamed_errors(_CHAT_TO_RESPONSES, indexes)
 
 
-def _check_extra(name: str, value: object) -> None:
-    if value is None or name in SHARED_FIELDS:
-        return
-    if name in _NEUTRAL_HERE:
-        is_harmless = value in _NEUTRAL_HERE[name]
-    else:
-        is_harmless = name not in _CHAT_ONLY and value in NEUTRAL.get(name, (value,))
-    if not is_harmless:
-        raise UnsupportedParameter(name, _HINTS.get(name, "leave it out"))
-
-
 def _messages(
     instructions: str | None, history: list[Item], items: list[Item]
 ) -> list[dict[str, Any]]:
@@ -341,13 +325,13 @@ def _chat_message(message: InputMessage, at: str) -> dict[str, Any]:
     return {"role": role, "content": _text(message.content, f"{at}.content")}
 
 
-def _text(content: str | list[InputPart], at: str) -> str:
+def _text(content: str | list[ContentPart], at: str) -> str:
     if isinstance(content, str):
         return content
     return "".join(_text_of(part, f"{at}[{i}]") for i, part in enumerate(content))
 
 
-def _text_of(part: InputPart, at: str) -> str:
+def _text_of(part: ContentPart, at: str) -> str:
     if part.type == "refusal":
         return part.refusal or ""
     if part.type not in ("input_text", "output_text", "text"):

@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import mul
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +23,7 @@ from penstock.scheduler.errors import PromptTooLong
 from penstock.scheduler.types import Request, SamplingParams
 from penstock.server.api.common import Received, json_response, receive, unless_disconnected
 from penstock.server.api.embeddings.batch import pooled
-from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.errors import InvalidRequest
 from penstock.server.output.pooling import normalized
 from penstock.server.prompt.limits import (
     check_could_fit,
@@ -35,15 +35,7 @@ from penstock.server.prompt.limits import (
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.protocol.invalid_fields import nul
-from penstock.server.protocol.openai import (
-    CacheSalt,
-    ParsedRequest,
-    Priority,
-    RequestName,
-    TokenId,
-    Wire,
-    check_truncation,
-)
+from penstock.server.protocol.openai import PromptFields, TokenId, Wire
 
 MAX_INPUTS = 2048  # OpenAI's own limit
 
@@ -62,38 +54,21 @@ Texts = str | Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class PooledFields(ParsedRequest):
-    """The fields that both endpoints take: how texts become prompts, and how these are served."""
+class PooledFields(PromptFields):
+    """The fields that all these endpoints take."""
 
     expected = _EXPECTED
-    # Known but not supported: field -> the values that change nothing.
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar = {
         "normalize": (True,),
         "use_activation": (True,),
         "mm_processor_kwargs": ({},),
     }
 
-    model: str | None = None
-    user: str | None = None
-    # Beyond OpenAI, under vLLM's names.
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    truncation_side: Literal["left", "right"] | None = None
-    add_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    request_id: RequestName | None = None
-
-    def _check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.neutral and value is not None and value not in self.neutral[name]:
-                raise UnsupportedParameter(name)
-        check_truncation(self.truncate_prompt_tokens)
-
 
 class EmbeddingRequest(PooledFields):
     """`POST /v1/embeddings`."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar = {
         **PooledFields.neutral,
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
@@ -170,7 +145,7 @@ class TextObject(Wire):
 class RerankRequest(PooledFields):
     """`POST /rerank`, in the shape of Cohere, Jina and vLLM."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    neutral: ClassVar = {
         **PooledFields.neutral,
         "max_tokens_per_doc": (4096,),
         "rank_fields": (["text"],),
