@@ -13,17 +13,13 @@ import msgspec
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Receive
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.server.errors import InvalidApiKey, InvalidRequest
 from penstock.server.http.access import TENANT
 from penstock.server.http.body import BodyMemory, read_body
-from penstock.server.http.disconnect import (
-    CLIENT_DISCONNECTED,
-    ClientDisconnected,
-    until_disconnect,
-)
-from penstock.server.observability.request_log import note_client_gone, request_id
+from penstock.server.observability.request_log import CLIENT_GONE, note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.request_builder import Arrival
 from penstock.server.protocol.openai import ParsedRequest
@@ -145,13 +141,35 @@ def check_own_key(http: Request, header: str, key: str) -> None:
         raise InvalidApiKey(is_given=bool(given), header=f"{header}: KEY")
 
 
-async def unless_disconnected(http: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, which is cancelled if the client disconnects. The body must have been read."""
+async def unless_disconnected(
+    receive: Receive, answer: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """The answer; or None if the client disconnects before it is complete, which cancels it.
+
+    The request's body must have been read: of what follows it only the disconnect matters.
+    """
+    running = asyncio.ensure_future(answer)
+    listening = asyncio.ensure_future(_disconnect(receive))
     try:
-        return await until_disconnect(http.receive, answer)
-    except ClientDisconnected:
+        await asyncio.wait((running, listening), return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
         note_client_gone()
-        return Response(status_code=CLIENT_DISCONNECTED)
+        return None
+    finally:
+        running.cancel()
+        listening.cancel()
+        await asyncio.gather(running, listening, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def response_to_nobody() -> Response:
+    """Its client has disconnected; the metrics count its status, which is nginx's for that."""
+    return Response(status_code=CLIENT_GONE)
 
 
 def json_response(body: object, status: int = 200) -> Response:

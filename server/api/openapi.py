@@ -34,78 +34,43 @@ router = APIRouter(include_in_schema=False)
 _REF = "#/components/schemas/{model}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Operation:
-    """bodies: any of these. required: of its answer's members. streams: with `stream: true`."""
+    """required: members of its answer. bodies: any of these. streams: with `stream: true`."""
 
+    required: str = ""
     bodies: tuple[type[BaseModel], ...] = ()
-    required: tuple[str, ...] = ()
     streams: bool = False
 
 
+_CHOICES = "id object created model choices usage"
+_SCORES = _Operation("id object model data usage", (ScoreRequest,))
+_RANKING = _Operation("id model results usage", (RerankRequest,))
+_STATUS = _Operation("status")
 _OPERATIONS = {
-    "/v1/completions": _Operation(
-        bodies=(CompletionRequest,),
-        required=("id", "object", "created", "model", "choices", "usage"),
-        streams=True,
-    ),
-    "/v1/chat/completions": _Operation(
-        bodies=(ChatCompletionRequest,),
-        required=("id", "object", "created", "model", "choices", "usage"),
-        streams=True,
-    ),
+    "/v1/completions": _Operation(_CHOICES, (CompletionRequest,), streams=True),
+    "/v1/chat/completions": _Operation(_CHOICES, (ChatCompletionRequest,), streams=True),
     "/v1/responses": _Operation(
-        bodies=(ResponsesRequest,),
-        required=("id", "object", "created_at", "model", "status", "output"),
-        streams=True,
+        "id object created_at model status output", (ResponsesRequest,), streams=True
     ),
-    "/v1/responses/input_tokens": _Operation(
-        bodies=(ResponsesRequest,), required=("input_tokens",)
-    ),
+    "/v1/responses/input_tokens": _Operation("input_tokens", (ResponsesRequest,)),
     "/v1/messages": _Operation(
-        bodies=(MessagesRequest,),
-        required=("id", "type", "role", "content", "model", "stop_reason", "usage"),
-        streams=True,
+        "id type role content model stop_reason usage", (MessagesRequest,), streams=True
     ),
-    "/v1/messages/count_tokens": _Operation(
-        bodies=(CountTokensRequest,), required=("input_tokens",)
-    ),
-    "/v1/embeddings": _Operation(
-        bodies=(EmbeddingRequest,), required=("object", "model", "data", "usage")
-    ),
-    "/v1/score": _Operation(
-        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
-    ),
-    "/score": _Operation(
-        bodies=(ScoreRequest,), required=("id", "object", "model", "data", "usage")
-    ),
-    **dict.fromkeys(
-        ("/rerank", "/v1/rerank", "/v2/rerank"),
-        _Operation(bodies=(RerankRequest,), required=("id", "model", "results", "usage")),
-    ),
+    "/v1/messages/count_tokens": _Operation("input_tokens", (CountTokensRequest,)),
+    "/v1/embeddings": _Operation("object model data usage", (EmbeddingRequest,)),
+    **dict.fromkeys(("/v1/score", "/score"), _SCORES),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RANKING),
     "/tokenize": _Operation(
-        bodies=(TokenizeRequest, TokenizeChatRequest),
-        required=("count", "max_model_len", "tokens", "token_strs"),
+        "count max_model_len tokens token_strs", (TokenizeRequest, TokenizeChatRequest)
     ),
-    "/detokenize": _Operation(bodies=(DetokenizeRequest,), required=("prompt",)),
-    "/v1/models": _Operation(required=("object", "data")),
-    "/v1/models/{name}": _Operation(required=("id", "object", "created", "owned_by")),
-    "/health": _Operation(required=("status",)),
-    "/ping": _Operation(required=("status",)),
-    "/ready": _Operation(required=("status",)),
-    "/version": _Operation(
-        required=("version", "computed_by", "tensor_parallel_size", "pipeline_parallel_size")
-    ),
+    "/detokenize": _Operation("prompt", (DetokenizeRequest,)),
+    "/v1/models": _Operation("object data"),
+    "/v1/models/{name}": _Operation("id object created owned_by"),
+    **dict.fromkeys(("/health", "/ping", "/ready"), _STATUS),
+    "/version": _Operation("version computed_by tensor_parallel_size pipeline_parallel_size"),
     "/steps": _Operation(
-        required=(
-            "version",
-            "model",
-            "scheduler",
-            "prediction_error",
-            "num_steps",
-            "front_end_cpu_s",
-            "steps",
-        )
+        "version model scheduler prediction_error num_steps front_end_cpu_s steps"
     ),
 }
 _NOT_JSON = {"/metrics": "text/plain"}
@@ -209,7 +174,7 @@ def _describe(described: dict[str, Any], path: str, method: str) -> None:
         }
     if path.startswith("/v1") or operation.bodies:
         described["security"] = [{"key": []}]
-    answer: dict[str, Any] = {"type": "object", "required": list(operation.required)}
+    answer: dict[str, Any] = {"type": "object", "required": operation.required.split()}
     content = {_NOT_JSON.get(path, "application/json"): {"schema": answer}}
     if path in _NOT_JSON:
         content = {_NOT_JSON[path]: {"schema": {"type": "string"}}}

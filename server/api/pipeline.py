@@ -14,15 +14,9 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.api.common import Received, receive
-from penstock.server.http.disconnect import (
-    CLIENT_DISCONNECTED,
-    ClientDisconnected,
-    until_disconnect,
-)
+from penstock.server.api.common import Received, receive, response_to_nobody, unless_disconnected
 from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
-from penstock.server.observability.request_log import note_client_gone
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.generation import Generation, GenerationRequest, SentAnswers, collected
 from penstock.server.prompt.constraints import constrain
@@ -107,14 +101,11 @@ class TextResponse(Response):
         self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_disconnect(receive, self._answer(scope, receive, send))
-        except ClientDisconnected:
-            note_client_gone()
-            if not self._has_started:
-                await Response(status_code=CLIENT_DISCONNECTED)(scope, receive, send)
+        await unless_disconnected(receive, self._answer(scope, send))
+        if not self._has_started:
+            await response_to_nobody()(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
         api, received, service = self._api, self._received, self._received.service
         service.engine.streams.check_room(received.fields.num_answers, received.arrival.client)
         request = await prepare(api, received)

@@ -2,11 +2,11 @@
 
 import asyncio
 from functools import partial
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.server.api.common import (
@@ -21,22 +21,13 @@ from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import chat_prompt, check_servable
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.invalid_fields import invalid_fields, json_of
-from penstock.server.protocol.openai import TokenId, Wire
+from penstock.server.protocol.openai import ParsedRequest, TokenId
 
 router = APIRouter()
 
 
-class _Fields(Wire):
-    model: str | None = None
-
-    @classmethod
-    def parse(cls, body: bytes) -> Self:
-        """Raises InvalidRequest; `param` names the field."""
-        try:
-            return cls.model_validate(json_of(body))
-        except ValidationError as error:
-            raise invalid_fields(error, cls) from error
+class _Fields(ParsedRequest):
+    model_config = ConfigDict(extra="ignore")
 
 
 class TokenizeRequest(_Fields):

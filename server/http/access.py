@@ -111,13 +111,10 @@ class WebPages:
         if relation is not None:
             is_own = relation in ("same-origin", "none")
         else:
-            is_own = origin is None or urlsplit(origin).netloc.lower() == _host_of(headers)
+            host = headers.get("host", "").lower()
+            is_own = origin is None or urlsplit(origin).netloc.lower() == host
         if not is_own:
             raise CrossSiteRequest(origin)
-
-
-def _host_of(headers: Headers) -> str:
-    return headers.get("host", "").lower()
 
 
 def _allowed_hosts(config: ServerConfig) -> frozenset[str] | None:

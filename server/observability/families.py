@@ -12,38 +12,22 @@ from penstock.server.observability.exposition import counter, gauge
 from penstock.server.observability.step_window import WINDOW_S
 
 _STATES = ("used", "idle", "free")
-_TIER_COUNTERS = (
-    ("hit_blocks", "hit_blocks_total", "Blocks that were loaded for prompts, by where they were"),
-    ("read_bytes", "read_bytes_total", "Bytes of blocks read from there"),
-    ("read_seconds", "read_s_total", "Time of reading them, of a disk summed over threads"),
-    ("written_bytes", "written_bytes_total", "Bytes of blocks written there"),
-    ("write_seconds", "write_s_total", "Time of writing them"),
-    (
-        "unwritten_blocks",
-        "unwritten_blocks_total",
-        "Blocks whose memory was used for others before they were written",
-    ),
-    (
-        "removed_blocks",
-        "removed_blocks_total",
-        "Blocks that this server removed to stay within the limit",
-    ),
-    (
-        "damaged_blocks",
-        "damaged_blocks_total",
-        "Blocks that were missing, cut off or changed, and that were computed again",
-    ),
-    ("failed_writes", "failed_writes_total", "Blocks that could not be written"),
-)
-_TIER_GAUGES = (
-    ("blocks", "num_blocks", "Blocks of this model that can be read from there"),
-    (
-        "bytes",
-        "num_bytes",
-        "Bytes that blocks take there; of a disk all files in --kv-offload-dir, when it was last "
-        "looked at",
-    ),
-)
+_TIER_COUNTERS = {
+    "hit_blocks": "Blocks that were loaded for prompts, by where they were",
+    "read_bytes": "Bytes of blocks read from there",
+    "read_seconds": "Time of reading them, of a disk summed over threads",
+    "written_bytes": "Bytes of blocks written there",
+    "write_seconds": "Time of writing them",
+    "unwritten_blocks": "Blocks whose memory was used for others before they were written",
+    "removed_blocks": "Blocks that this server removed to stay within the limit",
+    "damaged_blocks": "Blocks that were missing, cut off or changed, and that were computed again",
+    "failed_writes": "Blocks that could not be written",
+}
+_TIER_GAUGES = {
+    "blocks": "Blocks of this model that can be read from there",
+    "bytes": "Bytes that blocks take there; of a disk all files in --kv-offload-dir, when it was "
+    "last looked at",
+}
 # The peak is that of memory.
 _ABOVE_ONE = {"bandwidth": "; above 1 where a model fits in the processor's cache, which is faster"}
 
@@ -116,10 +100,13 @@ def tier_metrics(tier: TierStats) -> Iterator[Metric]:
     )
     found = {"memory": tier.memory, "disk": tier.disk}
     places = {label: place for label, place in found.items() if place is not None}
-    for make, rows in ((counter, _TIER_COUNTERS), (gauge, _TIER_GAUGES)):
-        for name, field, help_text in rows:
-            by_place = {label: getattr(place, field) for label, place in places.items()}
-            yield make(f"kv_offload_{name}", help_text, by_place, "tier")
+    for name, help_text in _TIER_COUNTERS.items():
+        field = f"{name.replace('seconds', 's')}_total"
+        by_place = {label: getattr(place, field) for label, place in places.items()}
+        yield counter(f"kv_offload_{name}", help_text, by_place, "tier")
+    for name, help_text in _TIER_GAUGES.items():
+        by_place = {label: getattr(place, f"num_{name}") for label, place in places.items()}
+        yield gauge(f"kv_offload_{name}", help_text, by_place, "tier")
 
 
 def quantization_metrics(model: ModelInfo) -> Iterator[Metric]:

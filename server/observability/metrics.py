@@ -383,19 +383,12 @@ class Metrics(Histograms):
         )
 
     def _counters_by_class(self) -> Iterator[Metric]:
-        by_class = self._totals.items()
-        yield counter(
-            "model_bytes",
-            "The fewest bytes that the steps had to read",
-            {kind: totals.model_bytes for kind, totals in by_class},
-            "class",
-        )
-        yield counter(
-            "model_flops",
-            "Floating-point operations of the steps",
-            {kind: totals.model_flops for kind, totals in by_class},
-            "class",
-        )
+        for name, help_text in (
+            ("model_bytes", "The fewest bytes that the steps had to read"),
+            ("model_flops", "Floating-point operations of the steps"),
+        ):
+            by_class = {kind: getattr(totals, name) for kind, totals in self._totals.items()}
+            yield counter(name, help_text, by_class, "class")
 
     def _gauges(self) -> Iterator[Metric]:
         stats, num_blocks = self._stats, self.model.num_blocks if self.model else 0

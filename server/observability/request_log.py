@@ -21,7 +21,7 @@ _PROBES = frozenset(("/health", "/ping", "/ready", "/metrics"))
 _MAX_PATH_CHARS = 200
 _KEY_CHARS = 8
 # nginx's status for a client that has disconnected before an answer began.
-_CLIENT_GONE = 499
+CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class RequestLog:
         return logger.isEnabledFor(self._level)
 
     def write(self, entry: RequestEntry) -> None:
-        status = entry.status or _CLIENT_GONE
+        status = entry.status or CLIENT_GONE
         level = logging.DEBUG if entry.route in _PROBES and status == 200 else self._level
         if not logger.isEnabledFor(level):
             return
@@ -117,7 +117,7 @@ class RequestLog:
             **_engine_fields(entry.ended),
             "duration_s": round(time.monotonic() - entry.received_s, 4),
             "error": entry.error,
-            "client_gone": entry.is_client_gone or status == _CLIENT_GONE,
+            "client_gone": entry.is_client_gone or status == CLIENT_GONE,
         }
         logger.log(level, "%s", message, extra=log_fields(in_message=_IN_MESSAGE, **values))
 

@@ -17,9 +17,6 @@ from penstock.server.protocol.openai import (
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
 from penstock.server.tools.rules import AnswerRules
 
-# Parts of an assistant's message besides text and calls, and what to send instead.
-_OTHER_SPEECH = {"audio": "send the transcript as text"}
-
 
 class ContentPart(Wire):
     """A part of a message. Text and refusals are served; others are refused by their type."""
@@ -44,9 +41,8 @@ class ChatMessage(Wire):
     def for_template(self, param: str) -> dict[str, Any]:
         """As chat templates know it. "developer" is OpenAI's newer word for "system", "function"
         the older one for "tool"."""
-        for name, hint in _OTHER_SPEECH.items():
-            if (self.model_extra or {}).get(name):
-                raise UnsupportedParameter(f"{param}.{name}", hint)
+        if (self.model_extra or {}).get("audio"):
+            raise UnsupportedParameter(f"{param}.audio", "send the transcript as text")
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message = {"role": role, "content": self._text(f"{param}.content")}
         calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")

@@ -23,10 +23,6 @@ from penstock.server.config import bare_environment
 from penstock.server.errors import GrammarQueueFull
 
 
-class NoTurn(Exception):
-    """Too many wait, most of them for this client, or it has waited for too long."""
-
-
 class FairTurns:
     """Lives on one event loop."""
 
@@ -39,7 +35,8 @@ class FairTurns:
         self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, client: str) -> None:
-        """Raises NoTurn. The caller gives the turn back."""
+        """Raises GrammarQueueFull where too many wait, most of them for this client, or it has
+        waited for too long. The caller gives the turn back."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -55,7 +52,7 @@ class FairTurns:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.give_back()
             if isinstance(error, TimeoutError):
-                raise NoTurn from error
+                raise GrammarQueueFull from error
             raise
         finally:
             self._forget(client, turn)
@@ -73,15 +70,15 @@ class FairTurns:
 
     def _make_room(self, client: str) -> None:
         """Ends the wait of the last request of the client with the most, unless this one would then
-        have as many. Raises NoTurn."""
+        have as many. Raises GrammarQueueFull."""
         longest = max(self._queues, key=lambda each: len(self._queues[each]), default=client)
         num_own = len(self._queues.get(client, ()))
         if num_own + 1 >= len(self._queues.get(longest, ())):
-            raise NoTurn
+            raise GrammarQueueFull
         turn = self._queues[longest][-1]
         self._forget(longest, turn)
         if not turn.done():
-            turn.set_exception(NoTurn())
+            turn.set_exception(GrammarQueueFull())
 
     def _forget(self, client: str, turn: "asyncio.Future[None]") -> None:
         """If it still waits."""
@@ -141,7 +138,7 @@ class GrammarChecker:
         digest = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         verdict = self._verdicts.get(digest)
         if verdict is None:
-            await self._take_turn(client)
+            await self._turns.take(client)
             # A client that disconnects ends the waiting, not the check, whose process is in use.
             check = asyncio.create_task(self._check(grammar, digest))
             self._checks.add(check)
@@ -157,12 +154,6 @@ class GrammarChecker:
         for process in self._all:
             process.kill()
         await asyncio.gather(*(process.wait() for process in self._all))
-
-    async def _take_turn(self, client: str) -> None:
-        try:
-            await self._turns.take(client)
-        except NoTurn as error:
-            raise GrammarQueueFull from error
 
     async def _check(self, grammar: str, digest: bytes) -> _Verdict:
         try:

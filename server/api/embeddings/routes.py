@@ -21,7 +21,13 @@ from starlette.responses import Response
 
 from penstock.scheduler.errors import PromptTooLong
 from penstock.scheduler.types import Request, SamplingParams
-from penstock.server.api.common import Received, json_response, receive, unless_disconnected
+from penstock.server.api.common import (
+    Received,
+    json_response,
+    receive,
+    response_to_nobody,
+    unless_disconnected,
+)
 from penstock.server.api.embeddings.batch import pooled
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.pooling import normalized
@@ -193,7 +199,7 @@ async def embeddings(http: HttpRequest) -> Response:
         values = await pooled(received.service, requests, written)
         return json_response(_head("embd", received, requests) | _listed("embedding", values))
 
-    return await unless_disconnected(http, answer())
+    return await unless_disconnected(http.receive, answer()) or response_to_nobody()
 
 
 @router.post("/v1/score")
@@ -207,7 +213,7 @@ async def score(http: HttpRequest) -> Response:
         scores, requests = await _compared(received, fields.inputs, pairs)
         return json_response(_head("score", received, requests) | _listed("score", scores))
 
-    return await unless_disconnected(http, answer())
+    return await unless_disconnected(http.receive, answer()) or response_to_nobody()
 
 
 @router.post("/v1/rerank")
@@ -224,7 +230,7 @@ async def rerank(http: HttpRequest) -> Response:
         head = _head("rerank", received, requests)
         return json_response(head | {"results": fields.results(scores)})
 
-    return await unless_disconnected(http, answer())
+    return await unless_disconnected(http.receive, answer()) or response_to_nobody()
 
 
 async def _compared(

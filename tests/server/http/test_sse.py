@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from penstock.scheduler.types import TokenLogprobs
+from penstock.server.api.common import unless_disconnected
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.completion_writer import CompletionWriter
 from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter, error_event
 from penstock.server.errors import InvalidRequest
-from penstock.server.http.disconnect import ClientDisconnected, until_disconnect
 from penstock.server.http.sse import begin
 from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
@@ -143,7 +143,7 @@ async def test_work_that_ends_first_gives_its_result() -> None:
     async def work() -> str:
         return "done"
 
-    assert await until_disconnect(never, work()) == "done"
+    assert await unless_disconnected(never, work()) == "done"
 
 
 async def test_work_that_fails_first_raises_its_error() -> None:
@@ -151,28 +151,28 @@ async def test_work_that_fails_first_raises_its_error() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await until_disconnect(never, work())
+        await unless_disconnected(never, work())
 
 
 async def test_a_disconnect_cancels_the_work() -> None:
     was_cancelled = False
 
-    async def work() -> None:
+    async def work() -> str:
         nonlocal was_cancelled
         try:
             await asyncio.sleep(3600)
+            return "done"
         finally:
             was_cancelled = True
 
-    with pytest.raises(ClientDisconnected):
-        await until_disconnect(gone, work())
+    assert await unless_disconnected(gone, work()) is None
     assert was_cancelled
 
 
 async def test_cancelling_from_outside_cancels_both() -> None:
     before = asyncio.all_tasks()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(until_disconnect(never, never()), 0.01)
+        await asyncio.wait_for(unless_disconnected(never, never()), 0.01)
     assert asyncio.all_tasks() == before
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock.server.structured.grammar_checker import FairTurns, NoTurn
+from penstock.server.errors import GrammarQueueFull
+from penstock.server.structured.grammar_checker import FairTurns
 
 
 async def settle() -> None:
@@ -36,7 +37,7 @@ class Room:
         try:
             await self.turns.take(client)
             self.served.append(client)
-        except NoTurn:
+        except GrammarQueueFull:
             self.refused.append(client)
 
 
@@ -65,7 +66,7 @@ async def test_a_turn_that_does_not_come_in_time_is_refused_and_its_place_is_fre
     room = Room(max_waiting=1, max_wait_s=0.01)
     await room.turns.take("busy")
     for client in "ab":
-        with pytest.raises(NoTurn):
+        with pytest.raises(GrammarQueueFull):
             await room.turns.take(client)
     room.turns.give_back()
     await room.turns.take("c")
@@ -90,7 +91,7 @@ async def test_a_free_turn_is_taken_at_once() -> None:
     turns = FairTurns(2, max_waiting=0, max_wait_s=0)
     await turns.take("a")
     await turns.take("a")
-    with pytest.raises(NoTurn):
+    with pytest.raises(GrammarQueueFull):
         await turns.take("b")
     turns.give_back()
     await turns.take("b")
