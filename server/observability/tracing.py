@@ -31,12 +31,9 @@ class Tracer:
     """Makes and sends the spans of one server."""
 
     def __init__(self, processor: "SpanProcessor") -> None:
-        """Raises InvalidConfig if OpenTelemetry is not installed."""
-        try:
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-        except ImportError as error:
-            raise _not_installed() from error
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
         name = os.environ.get("OTEL_SERVICE_NAME", "penstock")
         resource = Resource.create({"service.name": name, "service.version": version()})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -53,7 +50,10 @@ class Tracer:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise _not_installed() from error
+            raise InvalidConfig(
+                "--otlp-traces-endpoint requires OpenTelemetry; install it with "
+                "pip install 'penstock[otel]', or leave the flag out"
+            ) from error
         scheme, _, rest = url.partition("://")
         host, _, path = rest.partition("/")
         endpoint = url if path else f"{scheme}://{host}{_DEFAULT_PATH}"
@@ -155,10 +155,3 @@ def _attributes(request: EndedRequest, model_name: str) -> dict[str, Any]:
 def _wall_ns(offset_ns: int, monotonic_s: float) -> int:
     """Returns a time of time.monotonic() as Unix time, offset_ns later."""
     return offset_ns + round(monotonic_s * 1e9)
-
-
-def _not_installed() -> InvalidConfig:
-    return InvalidConfig(
-        "--otlp-traces-endpoint requires OpenTelemetry; install it with "
-        "pip install 'penstock[otel]', or leave the flag out"
-    )

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 from penstock.server.api.openai.chat_writer import ChatWriter
-from penstock.server.api.openai.writer import AnswerOptions, Head, encode
+from penstock.server.api.openai.writer import Head, encode
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage
 from penstock.server.output.detokenizer import TextDecoder
@@ -154,8 +154,12 @@ class Answer:
         **fields: Any,
     ) -> None:
         self.request = ask(model, **fields)
+        with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+        told = {"messages": [{"role": "user", "content": "?"}]} | with_usage
         self._writer = ChatWriter(
-            Head("chatcmpl-1", "m", "fp"), model.encoder.vocabulary, AnswerOptions(wants_usage=True)
+            Head("chatcmpl-1", "m", "fp"),
+            model.encoder.vocabulary,
+            ChatCompletionRequest.of(told, num_bytes=0),
         )
         make = self.request.make_reader
         decoder = TextDecoder(model.encoder.vocabulary, is_whole=True, shown=self.request.markup)

@@ -10,6 +10,7 @@ from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.logprobs import EchoedTokens, finite
 from penstock.server.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+from penstock.server.protocol.chat import ChatCompletionRequest
 
 # DeepSeek's name, which most servers and clients took over, and vLLM's newer one. Clients read the
 # one or the other, and those that know both take the first that is there.
@@ -20,12 +21,13 @@ class ChatWriter(OpenAIWriter):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     ends_with_text = False
+    _fields: ChatCompletionRequest
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         message = message_of(self._shown(delta.all_parts))
-        if self._options.speaks_functions and (calls := message.pop("tool_calls", None)):
+        if self._fields.speaks_functions and (calls := message.pop("tool_calls", None)):
             message["function_call"] = calls[0]["function"]
-        has_logprobs = self._options.num_logprobs is not None
+        has_logprobs = self._fields.num_logprobs is not None
         choice = {
             "index": delta.choice,
             "message": message,
@@ -39,14 +41,19 @@ class ChatWriter(OpenAIWriter):
         return {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def _head_extras(self) -> dict[str, Any]:
-        prompts = self._options.prompt_ids
-        return {"prompt_token_ids": prompts[0]} if prompts else {}
+        return {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        return {"token_ids": delta.token_ids} if self._options.prompt_ids else {}
+        return {"token_ids": delta.token_ids} if self._prompt_ids else {}
+
+    def _ending(self, delta: OutputDelta) -> dict[str, Any]:
+        ending = super()._ending(delta)
+        if self._fields.speaks_functions and delta.finish_reason == "tool_calls":
+            ending["finish_reason"] = "function_call"
+        return ending
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        if not self._options.hides_reasoning:
+        if self._fields.include_reasoning is not False:
             return parts
         return [part for part in parts if not isinstance(part, ReasoningPart)]
 
@@ -57,8 +64,8 @@ class ChatWriter(OpenAIWriter):
         self, entries: list[LogprobEntry], echoed: EchoedTokens | None = None
     ) -> dict[str, Any]:
         """A chat's answer echoes nothing."""
-        num_top, names_ids = self._options.num_logprobs, self._options.names_ids
-        content = logprob_content(entries, self._vocabulary, num_top, names_ids=names_ids)
+        num_top, names_ids = self._fields.num_logprobs, self._fields.return_tokens_as_token_ids
+        content = logprob_content(entries, self._vocabulary, num_top, names_ids=bool(names_ids))
         return {"content": content, "refusal": None}
 
     def _opening(self, index: int) -> dict[str, Any] | None:
@@ -73,7 +80,7 @@ class ChatWriter(OpenAIWriter):
     def _part_events(self, delta: OutputDelta) -> bytes:
         """The ids and logprobs of the tokens are in the first event."""
         assert delta.parts is not None
-        write = function_delta_of if self._options.speaks_functions else delta_of
+        write = function_delta_of if self._fields.speaks_functions else delta_of
         parts = [write(part) for part in self._shown(delta.parts)]
         if not parts and (delta.logprobs or delta.token_ids):
             parts = [{}]
@@ -94,7 +101,8 @@ def logprob_content(
     *,
     names_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """The tokens' logprobs as chats and responses have them. names_ids: see `AnswerOptions`."""
+    """The tokens' logprobs as chats and responses have them. names_ids: a
+    token is named "token_id:5" (vLLM's form), so that two of one spelling can be told apart."""
 
     def token(token_id: int, logprob: float) -> dict[str, Any]:
         spelling = vocabulary.spelling(token_id)

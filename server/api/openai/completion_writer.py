@@ -26,20 +26,19 @@ class CompletionWriter(OpenAIWriter):
             "prompt_token_ids": None,
             "token_ids": None,
         }
-        if self._options.num_logprobs is not None:
+        if self._fields.num_logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.logprobs, delta.echoed)
         return choice | self._delta_extras(delta, is_first=True)
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
-        prompts = self._options.prompt_ids
-        if not prompts:
+        if not self._prompt_ids:
             return {}
-        prompt = {"prompt_token_ids": prompts[delta.choice]} if is_first else {}
+        prompt = {"prompt_token_ids": self._prompt_ids[delta.choice]} if is_first else {}
         return prompt | {"token_ids": delta.token_ids}
 
     def _add_prompt_logprobs(self, body: dict[str, Any], prompts: list[msgspec.Raw]) -> None:
         for choice in body["choices"]:
-            choice["prompt_logprobs"] = prompts[choice["index"] // self._options.n]
+            choice["prompt_logprobs"] = prompts[choice["index"] // self._n]
 
     def _logprobs(
         self, entries: list[LogprobEntry], echoed: EchoedTokens | None = None
@@ -79,7 +78,7 @@ class CompletionWriter(OpenAIWriter):
         """The best tokens, and the token itself besides, as at OpenAI."""
         if token.logprobs is None:
             return None
-        best = token.logprobs.top[: self._options.num_logprobs]
+        best = token.logprobs.top[: self._fields.num_logprobs]
         top: dict[str, float] = {}
         for token_id, logprob in (*best, (token.token_id, token.logprobs.logprob)):
             # Halves of characters may be spelled alike: the best one stays, as clients that take

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from penstock.server.api.common import Received
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.completion_writer import CompletionWriter
-from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter
+from penstock.server.api.openai.writer import Head, OpenAIWriter
 from penstock.server.api.pipeline import answer_request
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.model import ServedModel
@@ -47,7 +47,8 @@ class OpenAIApi(Generic[Fields]):
         return self._writer(
             Head(generation.request.id, model.name, model.fingerprint),
             model.encoder.vocabulary,
-            _options(received.fields, generation),
+            received.fields,
+            generation.request.prompt_token_ids,
             generation.usage,
         )
 
@@ -66,22 +67,3 @@ async def completions(request: Request) -> Response:
 @router.post("/chat/completions", include_in_schema=False)  # llama.cpp's path
 async def chat_completions(request: Request) -> Response:
     return await answer_request(request, CHATS)
-
-
-def _options(fields: GenerationFields, generation: Generation) -> AnswerOptions:
-    each_prompt = generation.request.prompt_token_ids
-    prompt_ids = tuple(ids for ids in each_prompt for _ in range(fields.n or 1))
-    return AnswerOptions(
-        num_logprobs=fields.num_logprobs,
-        prompt_logprobs=fields.wanted_prompt_logprobs,
-        names_ids=bool(fields.return_tokens_as_token_ids),
-        n=fields.n or 1,
-        num_sampled=fields.num_sampled,
-        speaks_functions=isinstance(fields, ChatCompletionRequest) and fields.speaks_functions,
-        hides_reasoning=isinstance(fields, ChatCompletionRequest)
-        and fields.include_reasoning is False,
-        prompt_ids=prompt_ids if fields.return_token_ids else None,
-        stop_token_ids=frozenset(fields.stop_token_ids or ()),
-        wants_usage=fields.wants_usage,
-        has_running_usage=fields.wants_running_usage,
-    )

@@ -5,8 +5,7 @@ chunk, encoding the object anew would cost more than all the rest of a stream.
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,6 +15,7 @@ from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage, likel
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.output.generation import Generation
 from penstock.server.output.logprobs import EchoedTokens, by_position
+from penstock.server.protocol.openai import GenerationFields
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,33 +35,6 @@ class Head:
         return {"id": self._id, "object": kind, **self._fields}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """The things that an answer reports besides its text.
-
-    num_logprobs, prompt_logprobs: how many of the best tokens to report; None for no logprobs.
-    names_ids: a token in logprobs is named "token_id:5" (vLLM's form), so that two tokens of one
-    spelling can be told apart. prompt_ids: each choice's prompt; None unless ids are wanted.
-    stop_token_ids: those that the client named; any other id that ends an answer is the model's
-    own end. n: choices of each prompt in a body; the likeliest, if more were generated
-    (`best_of`). hides_reasoning: only what follows it is written. speaks_functions: a call is
-    written in OpenAI's older form, a `function_call`.
-    wants_usage: a stream ends with the usage. has_running_usage: every chunk has the usage so far.
-    """
-
-    num_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    names_ids: bool = False
-    prompt_ids: tuple[tuple[int, ...], ...] | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    n: int = 1
-    num_sampled: int = 1
-    hides_reasoning: bool = False
-    speaks_functions: bool = False
-    wants_usage: bool = False
-    has_running_usage: bool = False
-
-
 class OpenAIWriter:
     """One answer's chunks, and the body that they add up to."""
 
@@ -75,17 +48,24 @@ class OpenAIWriter:
         self,
         head: Head,
         vocabulary: Vocabulary,
-        options: AnswerOptions | None = None,
+        fields: GenerationFields,
+        prompts: Sequence[tuple[int, ...]] = (),
         usage: Usage | None = None,
     ) -> None:
-        """usage: of the generation, for options.has_running_usage."""
+        """prompts: the ids of each, for return_token_ids. usage: of the generation, for chunks that
+        have the usage until then."""
         self._head = head
         self._vocabulary = vocabulary
-        self._options = options or AnswerOptions()
-        self._running_usage = usage if self._options.has_running_usage else None
+        self._fields = fields
+        self._n = fields.n or 1
+        # Of each choice; empty unless the client wants ids.
+        self._prompt_ids = [
+            ids for ids in prompts for _ in range(self._n) if fields.return_token_ids
+        ]
+        self._running_usage = usage if fields.wants_running_usage else None
         # {"id":...,"model":...  with the brace left open
         self._chunk_head = b"data: " + encode(head.fields(self.chunk_object))[:-1] + b',"choices":['
-        self._no_usage = b',"usage":null' if self._options.wants_usage else b""
+        self._no_usage = b',"usage":null' if fields.wants_usage else b""
         self._plain_unended = b',"finish_reason":null}]' + self._no_usage + b"}\n\n"
         self._around_texts: dict[int, tuple[bytes, bytes]] = {}
         self._long_lists = LongLists()
@@ -137,15 +117,14 @@ class OpenAIWriter:
 
     def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
         body = self.content(deltas, generation.usage)
-        if self._options.prompt_logprobs is not None:
+        if self._fields.wanted_prompt_logprobs is not None:
             self._add_prompt_logprobs(body, self._prompt_logprobs(generation))
         return self._long_lists.encoded(body)
 
     def content(self, deltas: list[OutputDelta], usage: Usage) -> dict[str, Any]:
         """deltas: each choice as a whole."""
-        n, num_sampled = self._options.n, self._options.num_sampled
-        if num_sampled > n:
-            deltas = likeliest(deltas, num_sampled, n)
+        if (num_sampled := self._fields.num_sampled) > self._n:
+            deltas = likeliest(deltas, num_sampled, self._n)
         choices = [self._choice(delta) for delta in deltas]
         return {
             **self._head.fields(self.object),
@@ -156,7 +135,7 @@ class OpenAIWriter:
         }
 
     def _prompt_logprobs(self, generation: Generation) -> list[msgspec.Raw]:
-        num_top = self._options.prompt_logprobs
+        num_top = self._fields.wanted_prompt_logprobs
         assert num_top is not None
         prompts = []
         for i, token_ids in enumerate(generation.request.prompt_token_ids):
@@ -199,7 +178,7 @@ class OpenAIWriter:
 
     def end(self, usage: Usage) -> bytes:
         done = b"data: [DONE]\n\n"
-        if not self._options.wants_usage:
+        if not self._fields.wants_usage:
             return done
         return self._chunk_head + b'],"usage":' + encode(usage_fields(usage)) + b"}\n\n" + done
 
@@ -222,17 +201,12 @@ class OpenAIWriter:
         """How a choice ended. stop_reason is vLLM's: null at the model's own end, whose token
         SGLang's matched_stop has."""
         ended_by = delta.ended_by
-        is_own = isinstance(ended_by, int) and ended_by not in self._options.stop_token_ids
+        is_own = isinstance(ended_by, int) and ended_by not in (self._fields.stop_token_ids or ())
         return {
-            "finish_reason": self._finish_reason(delta),
+            "finish_reason": delta.finish_reason,
             "stop_reason": None if is_own else ended_by,
             "matched_stop": ended_by,
         }
-
-    def _finish_reason(self, delta: OutputDelta) -> str | None:
-        if self._options.speaks_functions and delta.finish_reason == "tool_calls":
-            return "function_call"
-        return delta.finish_reason
 
     def _usage(self) -> bytes:
         if self._running_usage is None:
@@ -247,7 +221,7 @@ class OpenAIWriter:
         return self._around_texts[index]
 
     def _token_name(self, token_id: int) -> str:
-        if self._options.names_ids:
+        if self._fields.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
         return self._vocabulary.spelling(token_id).decode(errors="replace")
 

@@ -44,6 +44,7 @@ from penstock.server.config import ServeConfig, ServerConfig
 from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta
 from penstock.server.output.detokenizer import TextDecoder, Vocabulary
+from penstock.server.protocol.openai import CompletionRequest
 from penstock.server.service import Service, State
 
 TARGET_US = 10.0
@@ -200,7 +201,8 @@ def alone_us(
     reports = [decoder.decode(message) for message in messages]
     outputs = [report.outputs for report in reports if isinstance(report, StepReport)]
     choices = [Choice(0, TextDecoder(vocabulary, is_whole=False), None, False) for _ in requests]
-    writers = [CompletionWriter(Head(r.id, _MODEL, "fp"), vocabulary) for r in requests]
+    fields = CompletionRequest.of({"prompt": ""}, num_bytes=0)
+    writers = [CompletionWriter(Head(r.id, _MODEL, "fp"), vocabulary, fields) for r in requests]
     deltas: list[OutputDelta] = []
 
     def decode() -> None:

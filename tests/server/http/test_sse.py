@@ -11,11 +11,13 @@ from penstock.scheduler.types import TokenLogprobs
 from penstock.server.api.common import unless_disconnected
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.completion_writer import CompletionWriter
-from penstock.server.api.openai.writer import AnswerOptions, Head, OpenAIWriter, error_event
+from penstock.server.api.openai.writer import Head, OpenAIWriter, error_event
 from penstock.server.errors import InvalidRequest
 from penstock.server.http.sse import begin
 from penstock.server.output.delta import LogprobEntry, OutputDelta, Usage
 from penstock.server.output.detokenizer import Vocabulary
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.openai import CompletionRequest, GenerationFields
 
 TEXTS = [
     "plain",
@@ -34,11 +36,18 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer)
 
 
+WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 Kind = TypeVar("Kind", bound=OpenAIWriter)
 
 
 def writer(kind: type[Kind], vocabulary: Vocabulary, **options: Any) -> Kind:
-    return kind(Head("id-1", 'a "model"', "fp"), vocabulary, AnswerOptions(**options))
+    fields: GenerationFields
+    if issubclass(kind, ChatWriter):
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        fields = ChatCompletionRequest.of(chat | options, num_bytes=0)
+    else:
+        fields = CompletionRequest.of({"prompt": "a"} | options, num_bytes=0)
+    return kind(Head("id-1", 'a "model"', "fp"), vocabulary, fields)
 
 
 def parsed(events: bytes) -> list[dict[str, object]]:
@@ -70,12 +79,12 @@ def test_chunks_have_a_null_usage_only_if_usage_was_requested(
 ) -> None:
     delta = OutputDelta(0, "x", [], None)
     (silent,) = parsed(writer(ChatWriter, vocabulary).delta(delta))
-    (explicit,) = parsed(writer(ChatWriter, vocabulary, wants_usage=True).delta(delta))
+    (explicit,) = parsed(writer(ChatWriter, vocabulary, **WITH_USAGE).delta(delta))
     assert "usage" not in silent and explicit["usage"] is None
 
 
 def test_the_end_carries_the_usage_and_no_choice(vocabulary: Vocabulary) -> None:
-    end = writer(ChatWriter, vocabulary, wants_usage=True).end(Usage(5, 7, 3))
+    end = writer(ChatWriter, vocabulary, **WITH_USAGE).end(Usage(5, 7, 3))
     usage, done = end.removesuffix(b"\n\n").split(b"\n\n")
     assert done == b"data: [DONE]"
     chunk = json.loads(usage.removeprefix(b"data: "))
@@ -92,7 +101,7 @@ def test_the_end_carries_the_usage_and_no_choice(vocabulary: Vocabulary) -> None
 def test_logprobs_hold_raw_bytes_and_no_infinity(vocabulary: Vocabulary) -> None:
     logprobs = TokenLogprobs(-1.5, ((0, -0.5), (1, float("-inf"))))
     delta = OutputDelta(0, "a", [LogprobEntry(1, logprobs, 0)], None)
-    (chunk,) = parsed(writer(ChatWriter, vocabulary, num_logprobs=2).delta(delta))
+    (chunk,) = parsed(writer(ChatWriter, vocabulary, logprobs=True, top_logprobs=2).delta(delta))
     assert chunk["choices"][0]["logprobs"]["content"] == [  # type: ignore[index]
         {
             "token": "\ufffd",
@@ -111,7 +120,7 @@ def test_completion_logprobs_name_the_sampled_token_besides_the_best(
 ) -> None:
     entry = LogprobEntry(0, TokenLogprobs(-3.0, ((1, -0.1),)), 4)
     delta = OutputDelta(0, "a", [entry], "stop")
-    body = writer(CompletionWriter, vocabulary, num_logprobs=1).content([delta], Usage(1))
+    body = writer(CompletionWriter, vocabulary, logprobs=1).content([delta], Usage(1))
     assert body["choices"][0]["logprobs"] == {
         "text_offset": [4],
         "token_logprobs": [-3.0],
