@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from penstock.engine.models.parts.delta_net.layer import RecurrenceWeights, Segments
+from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer, Segments
 from penstock.engine.native.structures import structure
 
 _DELTA_NET = structure("DeltaNet", "models/parts/delta_net/recurrence.cpp")
@@ -27,7 +27,7 @@ class NativeRecurrence:
 
     def __call__(
         self,
-        layer: RecurrenceWeights,
+        layer: DeltaNetLayer,
         projected: Tensor,
         gates: Tensor,
         matrices: Tensor,

@@ -14,13 +14,14 @@ from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
 from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
 from penstock.engine.models.parts.delta_net.kernels.shape import Gates
 from penstock.engine.models.parts.delta_net.layer import (
-    RecurrenceWeights,
+    DeltaNetLayer,
     Segment,
     torch_recurrence,
 )
 from penstock.engine.step.device_step import DeviceStep, StateTiles
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.timing import num_input_sets, relative_error
+from tests.support.delta_nets import delta_net_layer
 
 # A layer of Qwen3.5-9B; and a toy.
 _LAYER = DeltaNet(
@@ -88,18 +89,17 @@ def _case(bench: Bench, config: DeltaNet, rows: int, tokens: int) -> Case:
     )
 
 
-def _net(bench: Bench, config: DeltaNet) -> RecurrenceWeights:
+def _net(bench: Bench, config: DeltaNet) -> DeltaNetLayer:
     def random(*of: int) -> Tensor:
         return bench.random(*of, dtype=torch.float32)
 
     heads = config.num_value_heads
-    return RecurrenceWeights(
-        config=config,
+    return delta_net_layer(
+        config,
         taps=random(config.num_taps, config.num_channels),
         decay=-random(heads).abs(),
         bias=random(heads),
         norm=random(config.value_dim),
-        eps=1e-6,
     )
 
 

@@ -1,8 +1,7 @@
 """The kernels of gated delta nets agree with torch's token by token, in float64, however a step's
 tokens are divided, and leave the states of others alone."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,12 +18,12 @@ from penstock.engine.models.parts.delta_net.kernels.convolution import convolve
 from penstock.engine.models.parts.delta_net.kernels.decode import recur_decodes
 from penstock.engine.models.parts.delta_net.kernels.shape import Gates
 from penstock.engine.models.parts.delta_net.layer import (
-    RecurrenceWeights,
     Segment,
     torch_recurrence,
 )
 from penstock.engine.step.device_step import DeviceStep
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
+from tests.support.delta_nets import delta_net_layer, exact
 from tests.support.kernels import DEVICE, DTYPES, error, poisoned, random
 from tests.support.tiny_models import make_batch
 
@@ -51,26 +50,18 @@ class Row(NamedTuple):
     snapshots: tuple[tuple[int, int], ...] = ()
 
 
-def exact(net: RecurrenceWeights) -> RecurrenceWeights:
-    """In float64, on a processor."""
-    names = ("taps", "decay", "bias", "norm")
-    wide: dict[str, Any] = {name: getattr(net, name).double().cpu() for name in names}
-    return replace(net, **wide)
-
-
 class Layer:
     """One layer, its states on the device, and the same as torch has them in float64."""
 
     def __init__(self, config: DeltaNet, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         heads = config.num_value_heads
-        self.net = RecurrenceWeights(
-            config=config,
+        self.net = delta_net_layer(
+            config,
             taps=random(config.num_taps, config.num_channels),
             decay=-random(heads).abs() * 2,
             bias=random(heads, seed=1),
             norm=random(config.value_dim),
-            eps=1e-6,
         )
         self.pool = StatePool(config.state_shape(1), NUM_STATES + 1, DEVICE)
         # What is there before has no effect.

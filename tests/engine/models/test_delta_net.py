@@ -18,8 +18,8 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.layer import (
+    DeltaNetLayer,
     Recurrence,
-    RecurrenceWeights,
     Segment,
     torch_recurrence,
 )
@@ -29,6 +29,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
 from tests.support.compiler import HAS_COMPILER
+from tests.support.delta_nets import delta_net_layer
 from tests.support.executors import cpu_executor
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import (
@@ -123,24 +124,23 @@ CONFIG = DeltaNet(
 
 
 @pytest.fixture
-def layer() -> Iterator[tuple[RecurrenceWeights, Tensor, Tensor]]:
+def layer() -> Iterator[tuple[DeltaNetLayer, Tensor, Tensor]]:
     """A layer, and the projections of 128 tokens."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         heads = CONFIG.num_value_heads
-        made = RecurrenceWeights(
-            config=CONFIG,
+        made = delta_net_layer(
+            CONFIG,
             taps=torch.randn(4, CONFIG.num_channels),
             decay=-torch.rand(heads) * 4,
             bias=torch.randn(heads),
             norm=torch.randn(80),
-            eps=1e-6,
         )
         yield made, torch.randn(128, CONFIG.num_channels + CONFIG.num_values), torch.randn(128, 12)
 
 
 def run_in_chunks(
-    recurrence: Recurrence, layer: tuple[RecurrenceWeights, Tensor, Tensor], size: int
+    recurrence: Recurrence, layer: tuple[DeltaNetLayer, Tensor, Tensor], size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and the matrices and inputs of the state."""
     net, projected, gates = layer
@@ -157,7 +157,7 @@ def run_in_chunks(
 
 
 def test_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
-    recurrence: Recurrence, layer: tuple[RecurrenceWeights, Tensor, Tensor]
+    recurrence: Recurrence, layer: tuple[DeltaNetLayer, Tensor, Tensor]
 ) -> None:
     first, *others = (run_in_chunks(recurrence, layer, size) for size in CHUNKS)
     for other in others:
@@ -166,7 +166,7 @@ def test_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
 def test_the_compiled_recurrence_is_that_of_torch(
-    layer: tuple[RecurrenceWeights, Tensor, Tensor],
+    layer: tuple[DeltaNetLayer, Tensor, Tensor],
 ) -> None:
     library = load_delta_net_library()
     assert library is not None

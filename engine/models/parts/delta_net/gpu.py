@@ -18,7 +18,7 @@ class FusedDeltaNet:
 
     def __init__(self, layer: DeltaNetLayer, angles: object) -> None:
         """angles: none. Raises UnsupportedWeightFormat."""
-        self._weights = layer.weights
+        self._layer = layer
         self._shape = layer.config.state_shape(num_layers=1)
         self.projections = [fused_linear(layer.qkv), fused_linear(layer.gates)]
         self.output = fused_linear(layer.output)
@@ -34,7 +34,7 @@ class FusedDeltaNet:
         out: Tensor,
     ) -> Tensor:
         """See `FusedMixer`; the states of the step's sequences in the pool are replaced."""
-        net, shape, (qkv, gates) = self._weights, self._shape, projected
+        net, shape, (qkv, gates) = self._layer, self._shape, projected
         matrices, inputs = pool.states(index)
         mixed = convolve(shape, qkv, net.taps, step, inputs)
         both = Gates(gates, net.decay, net.bias)

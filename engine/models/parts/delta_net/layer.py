@@ -13,7 +13,6 @@ the same. Source: Yang et al. 2024 (arXiv:2412.06464); the layer is Qwen3.5's.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,22 +27,6 @@ from penstock.engine.step.model_input import ModelInput
 _L2_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrenceWeights:
-    """One layer's weights beside its matrices, in float32.
-
-    taps: (num_taps, channels), of queries, keys and values. decay: -exp(A_log), and bias:
-    (num_value_heads,). norm: (value_dim,).
-    """
-
-    config: DeltaNet
-    taps: Tensor
-    decay: Tensor
-    bias: Tensor
-    norm: Tensor
-    eps: float
-
-
 class Segment(NamedTuple):
     """Tokens from `first` to before `end` of a step, all of one sequence. They begin with the state
     `source`, with zeros where that is -1, and theirs becomes the state `target`."""
@@ -56,11 +39,11 @@ class Segment(NamedTuple):
 
 # A step has segments of each sequence: each begins where the one before ended.
 Segments = Sequence[Sequence[Segment]]
-# (weights, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
+# (layer, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
 # output projection reads. projected: (T, channels + values) float32, the convolution's inputs and
 # the output gate. gates: (T, 2 * num_value_heads) float32. matrices, inputs: see `StatePool`; the
 # states of the segments are written to them.
-Recurrence = Callable[[RecurrenceWeights, Tensor, Tensor, Tensor, Tensor, Segments], Tensor]
+Recurrence = Callable[["DeltaNetLayer", Tensor, Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 def segments_of(step: ModelInput) -> Segments:
@@ -83,7 +66,7 @@ def segments_of(step: ModelInput) -> Segments:
 
 
 def torch_recurrence(
-    layer: RecurrenceWeights,
+    layer: "DeltaNetLayer",
     projected: Tensor,
     gates: Tensor,
     matrices: Tensor,
@@ -131,7 +114,8 @@ def _heads(config: DeltaNet, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class DeltaNetLayer(PartLayer[DeltaNet]):
     """gates: give beta of each value head, and then what its decay is made of. qkv: the inputs of
-    the convolution, and output gates. taps, decay, bias, norm: as in `RecurrenceWeights`."""
+    the convolution, and output gates. In float32 are taps: (num_taps, channels), of queries, keys
+    and values; decay: -exp(A_log), and bias: (num_value_heads,); norm: (value_dim,)."""
 
     gates: Linear
     qkv: Linear
@@ -145,14 +129,6 @@ class DeltaNetLayer(PartLayer[DeltaNet]):
         super().__init__(config, reader)
         self.taps = self.taps.squeeze(1).t().contiguous()
         self.decay = -self.decay.exp()
-        self.weights = RecurrenceWeights(
-            config=config,
-            taps=self.taps,
-            decay=self.decay,
-            bias=self.bias,
-            norm=self.norm,
-            eps=self.eps,
-        )
 
     def __call__(
         self,
@@ -164,5 +140,5 @@ class DeltaNetLayer(PartLayer[DeltaNet]):
     ) -> Tensor:
         """Returns its output for x, (T, hidden_size), on this rank. The rest: see `Recurrence`."""
         projected, gates = self.qkv(x).float(), self.gates(x).float()
-        given = recurrence(self.weights, projected, gates, matrices, inputs, segments)
+        given = recurrence(self, projected, gates, matrices, inputs, segments)
         return self.output(given.to(x.dtype))
