@@ -6,11 +6,11 @@ or a convolution, keys shared between layers, tables of blocks. The computing is
 whatever the weights' type, so that rounding does not hide or feign a difference.
 """
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -18,7 +18,8 @@ from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.fallback.attention import PAGED
 from penstock.engine.models.fallback.errors import UnsupportedClass, calling
 from penstock.engine.models.fallback.model import TransformersModel
-from penstock.engine.step.model_input import ModelInput
+from penstock.engine.step.model_input import build_model_input
+from penstock.scheduler.types import ScheduledBatch
 
 # Each step has so many tokens of the first sequence, and of the second.
 _STEPS = ((7, 0), (1, 9), (1, 1), (16, 1), (0, 6), (2, 1), (1, 1), (1, 3))
@@ -69,42 +70,31 @@ def _in_chunks(model: TransformersModel, prompts: list[Tensor]) -> list[Tensor]:
     tables = torch.arange(2 * blocks_each, dtype=torch.int32).view(-1, 2).T.flip(1)
     device = model.network.device
     pool = KVPool(model.kv_shape, 2 * blocks_each, _BLOCK_SIZE, torch.float32, device)
+    tokens = pad_sequence(prompts, batch_first=True)
     done = [0, 0]
     logits: list[list[Tensor]] = [[], []]
     for counts in _STEPS:
-        rows = [
-            (i, done[i], min(done[i] + count, len(prompts[i])))
-            for i, count in enumerate(counts)
-            if count and done[i] < len(prompts[i])
-        ]
-        if not rows:
+        own = [min(counts[i], len(prompt) - done[i]) for i, prompt in enumerate(prompts)]
+        slots = tuple(i for i, count in enumerate(own) if count)
+        if not slots:
             continue
-        found = model(_step(rows, prompts, tables), pool)
-        sizes = [end - start for _, start, end in rows]
-        for (i, _, end), part in zip(rows, torch.split(found, sizes), strict=True):
+        batch = ScheduledBatch(
+            step=0,
+            assignments=(),
+            table_updates=(),
+            copies=(),
+            slots=slots,
+            starts=tuple(done[i] for i in slots),
+            num_tokens=tuple(own[i] for i in slots),
+            samples=(True,) * len(slots),
+            num_decodes=0,
+        )
+        step = build_model_input(batch, tokens, tables, _BLOCK_SIZE)
+        states = model.states(step, pool, torch.arange(len(step.token_ids)))
+        for i, part in zip(slots, torch.split(model.logits(states), batch.num_tokens), strict=True):
             logits[i].append(part)
-            done[i] = end
+            done[i] += own[i]
     return [torch.cat(each) for each in logits]
-
-
-def _step(rows: list[tuple[int, int, int]], prompts: list[Tensor], tables: Tensor) -> ModelInput:
-    """rows: which sequence, and the positions from where to where. Samples after every token."""
-    positions = [torch.arange(start, end) for _, start, end in rows]
-    slots = [
-        tables[i, at // _BLOCK_SIZE].long() * _BLOCK_SIZE + at % _BLOCK_SIZE
-        for (i, *_), at in zip(rows, positions, strict=True)
-    ]
-    starts = [0, *accumulate(end - start for _, start, end in rows)]
-    return ModelInput(
-        token_ids=torch.cat([prompts[i][start:end] for i, start, end in rows]),
-        positions=torch.cat(positions),
-        kv_slots=torch.cat(slots),
-        block_tables=tables[[i for i, *_ in rows]],
-        query_starts=starts,
-        context_lens=[end for *_, end in rows],
-        num_decodes=0,
-        sample_rows=torch.arange(starts[-1]),
-    )
 
 
 class _InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
