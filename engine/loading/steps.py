@@ -26,7 +26,6 @@ from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
-from penstock.engine.models.lora.weights import RankPart
 from penstock.engine.models.parts.reader import Empty
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership
@@ -250,7 +249,8 @@ class DecoderLoading(Loading):
             self.dtype,
             _CPU,
             self.config.scheduler.max_num_seqs,
-            part=RankPart(whole=self.whole, shard=self.shard, first_layer=self.stage.layers.start),
+            shard=self.shard,
+            first_layer=self.stage.layers.start,
             **make_and_drop,
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
+import torch
 from torch import Tensor
 
 from penstock.engine.models.config import ModelConfig
@@ -110,10 +111,12 @@ class Shard:
     def slice_adapter(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the
         two, as they multiply it with what all have, or with what is summed after it."""
-        cut = self.cut(name)
+        cut, layout = self.cut(name), torch.contiguous_format
         if cut.rows is not None:
-            return down, self.of(name, up)
-        return (down, up) if cut.columns is None else (self.of(name, down), up)
+            up = self.of(name, up).clone(memory_format=layout)
+        elif cut.columns is not None:
+            down = self.of(name, down).clone(memory_format=layout)
+        return down, up
 
     def cut(self, name: str) -> Cut:
         """This rank's part of a tensor, or of a linear layer, whatever tensors it is stored in."""

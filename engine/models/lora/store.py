@@ -13,7 +13,8 @@ import torch
 from penstock.engine.config import AdapterSource, LoraConfig
 from penstock.engine.errors import AdapterRefused, UnknownAdapter
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.weights import RankPart, adapter_digest, read_adapter
+from penstock.engine.models.division.shard import Shard
+from penstock.engine.models.lora.weights import adapter_digest, read_adapter
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.step.model_info import LoadedAdapter
 from penstock.engine.step.model_input import AdapterRun
@@ -57,18 +58,19 @@ class Adapters:
         max_num_seqs: int,
         make: Callable[[Adapter], Any] = lambda adapter: adapter,
         drop: Callable[[Any], None] = lambda weights: None,
-        part: RankPart | None = None,
+        shard: Shard | None = None,
+        first_layer: int = 0,
     ) -> None:
         """config, model: None where none can be loaded. device: that files are read to. make: gives
-        the weights as the model needs them. drop: gets them when nothing uses them any more. part:
-        where this is one of several ranks."""
+        the weights as the model needs them. drop: gets them when nothing uses them any more.
+        shard, first_layer: see `read_adapter`."""
         self._config = config
         self._model = model
         self._dtype = dtype
         self._device = device
         self._make = make
         self._drop = drop
-        self._part = part
+        self._shard, self._first_layer = shard, first_layer
         self._others: OtherRanks | None = None
         self._held: dict[str, _Held] = {}
         self._id_of: dict[RequestId, str] = {}
@@ -154,9 +156,8 @@ class Adapters:
                 held.is_leaving = False
                 return held.loaded
         with torch.inference_mode():
-            adapter = read_adapter(
-                directory, self._model, self._dtype, self._device, self._config.max_rank, self._part
-            )
+            kinds = self._model, self._dtype, self._device, self._config.max_rank
+            adapter = read_adapter(directory, *kinds, self._shard, self._first_layer)
             weights = self._make(adapter)
         self._load_on_others(replace(source, id=adapter_id), weights)
         loaded = LoadedAdapter(

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,51 +59,36 @@ def adapter_digest(directory: Path) -> str:
     return digest.hexdigest()[:_DIGEST_CHARS]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
-    """Describes one rank's part of a model. whole: the model. shard: None where it has all of
-    each layer. first_layer: the number that its first one has in the model."""
-
-    whole: ModelConfig
-    shard: Shard | None = None
-    first_layer: int = 0
-
-    def sliced(self, matrix: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the rank's part of up @ down, a change of this matrix."""
-        if self.shard is None or self.shard.size == 1:
-            return down, up
-        down, up = self.shard.slice_adapter(matrix, down, up)
-        layout = torch.contiguous_format
-        return down.clone(memory_format=layout), up.clone(memory_format=layout)
-
-
 def read_adapter(
     directory: Path,
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     max_rank: int,
-    part: RankPart | None = None,
+    shard: Shard | None = None,
+    first_layer: int = 0,
 ) -> Adapter:
-    """dtype: of what it computes with. part: where `model` is not the whole model, all of whose
-    changes are checked, and read for these layers. Raises PenstockError."""
-    part = part or RankPart(whole=model)
+    """dtype: of what it computes with. shard, first_layer: where `model` is a rank's, or has the
+    layers from that on, of a whole model, all of whose changes are checked. Raises PenstockError.
+    """
+    shard = shard or Shard(model)
+    whole = shard.model
     config = PeftConfig(directory, max_rank)
     tensors = _Tensors(directory / WEIGHTS, dtype, device)
     layers: list[dict[Stack, tuple[Change, ...]]] = []
     highest = 0
-    for index in range(part.whole.num_layers):
+    for index in range(whole.num_layers):
         changes: dict[Stack, list[Change]] = defaultdict(list)
-        is_own = part.first_layer <= index < part.first_layer + model.num_layers
-        own = projections(model, index - part.first_layer) if is_own else {}
-        for name, projection in projections(part.whole, index).items():
+        is_own = first_layer <= index < first_layer + model.num_layers
+        own = projections(model, index - first_layer) if is_own else {}
+        for name, projection in projections(whole, index).items():
             module = f"{tensors.prefix}layers.{index}.{name}"
             if config.applies_to(module):
                 rank, scale = config.rank(module), config.scale(module)
                 highest = max(highest, rank)
                 both = tensors.change(module, projection, rank)
                 if is_own:
-                    down, up = part.sliced(f"model.layers.{index}.{name}.weight", *both)
+                    down, up = shard.slice_adapter(f"model.layers.{index}.{name}.weight", *both)
                     changes[projection.stack].append(Change(own[name], down, up, scale))
         if is_own:
             layers.append({stack: tuple(each) for stack, each in changes.items()})
@@ -113,7 +97,7 @@ def read_adapter(
     if not highest:
         raise AdapterRefused(
             f"{directory / CONFIG}: target_modules names no layer of this model; load the adapter "
-            f"with its own base model (layers here: {', '.join(projections(part.whole, 0))})"
+            f"with its own base model (layers here: {', '.join(projections(whole, 0))})"
         )
     return adapter
 
