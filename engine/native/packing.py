@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena, zeros_on_touch
-from penstock.engine.models.errors import UnsupportedWeightFormat
+from penstock.engine.models.errors import InvalidModel, UnsupportedWeightFormat
+from penstock.engine.models.layers.coded import CodesLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
-from penstock.engine.models.layers.grouped import NATIVE_GROUP_MULTIPLE, GroupedLinear
-from penstock.engine.models.layers.linear import BAND, Linear, PlainLinear, StackedLinear
+from penstock.engine.models.layers.grouped import GroupedLinear, shortest
+from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.native.library import CODE_FORMATS, format_number
 from penstock.engine.native.structures import structure
 
@@ -23,10 +24,20 @@ Packable = PlainLinear | GroupedLinear | Fp8Linear
 PATH = "the compiled CPU step"
 FORMATS = (PlainLinear.weight_format, *CODE_FORMATS, StackedLinear.weight_format)
 """The formats that `Packer` packs."""
+BAND = 32
+"""How many rows of a weight lie together: see products.h."""
+# Activations are rounded in the same groups as weights, so that groups of more would cost
+# precision.
+_MAX_GROUP = 128
+_GROUP_MULTIPLE = 8
+_TABLE_BYTES = 64
+# The exponents of bfloat16 have more than the codes': see fp8.h.
+_FP8_SCALE = 256.0
 
 
 class Packer:
-    """See `Bands`. dtype: of plain weights."""
+    """Packs weights in bands of `BAND` rows, and owns what it gives the address of. dtype: of plain
+    weights."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -83,7 +94,8 @@ class Packer:
         """Packs the layers that are stacked in this one: see `parts`."""
         packed = [self.packed(part) for part in parts(linear, self.dtype, *rows)]
         for layer in _stored(linear):
-            layer.release()
+            if isinstance(layer, CodesLinear):
+                layer.release()
         return packed
 
     def packed(self, layer: Packable) -> Structure:
@@ -94,19 +106,69 @@ class Packer:
             rows=layer.out_features,
             columns=layer.in_features,
             format=number,
-            **layer.packed(self),
+            **self._weight(layer),
         )
 
-    def plain(self, weight: Tensor) -> Tensor:
-        """See `Bands`."""
-        packed = weight
-        if len(weight) % BAND:
-            packed = zeros_on_touch((_whole(len(weight)), weight.shape[1]), weight.dtype)
-        self._pack("", packed, weight, *weight.shape)
-        return packed
+    def _weight(self, layer: Packable) -> dict[str, Any]:
+        """Packs the weight, and returns the fields of it. Raises InvalidModel."""
+        match layer:
+            case GroupedLinear():
+                return self._grouped(layer)
+            case Fp8Linear():
+                return self._fp8(layer)
+            case PlainLinear(weight=weight):
+                packed = weight  # in its own memory if it fills its bands
+                if len(weight) % BAND:
+                    packed = zeros_on_touch((_whole(len(weight)), weight.shape[1]), weight.dtype)
+                self._pack("", packed, weight, *weight.shape)
+                layer.weight = packed
+                return {"weight": self.address(packed)}
 
-    def codes(self, kind: str, codes: Tensor, row_bytes: int, *sizes: int) -> int | None:
-        """See `Bands`."""
+    def _fp8(self, layer: Fp8Linear) -> dict[str, Any]:
+        """See fp8.h."""
+        (rows, columns), (height, width) = layer.codes.shape, layer.block
+        packed = self._codes("fp8", layer.codes.view(torch.uint8), columns, rows, columns)
+        if packed is None:
+            raise InvalidModel("weights in FP8 are NaN; download the model again")
+        is_by_band = height % BAND == 0
+        if is_by_band:
+            by_band = layer.scales.repeat_interleave(height // BAND, dim=0)[: -(-rows // BAND)]
+            scales = self.address((by_band * _FP8_SCALE).contiguous())
+        else:
+            scales = self._in_bands(layer.scales_by_row() * _FP8_SCALE)
+        return {"weight": packed, "group": width, "scales": scales, "is_by_band": is_by_band}
+
+    def _grouped(self, layer: GroupedLinear) -> dict[str, Any]:
+        """See grouped.h and blocks.h."""
+        groups = -(-layer.in_features // layer.group_size)
+        row_bytes = groups * layer.group_size * layer.bits // 8
+        sizes = (layer.out_features, layer.in_features, layer.bits)
+        fields: dict[str, Any] = {"bits": layer.bits, "group": layer.group_size}
+        fields["offset"] = 1 << (layer.bits - 1)
+        if layer.levels is not None:
+            fields["offset"] = offset = -int(layer.levels.min())
+            levels = (layer.levels.short() + offset).to(torch.uint8)
+            fields["table"] = self.address(levels.repeat(_TABLE_BYTES // len(levels)))
+        if layer.has_blocks:
+            high = 0 if layer.high is None else layer.high.data_ptr()
+            fields["weight"] = self._codes("blocks", layer.codes, row_bytes, high, *sizes)
+            fields["has_minima"] = layer.minima is not None
+            fields["scales"] = self._in_bands(layer.scales, layer.minima)
+            if layer.factors is not None:
+                fields["factors"] = self._in_bands(layer.factors, layer.minimum_factors)
+            return fields
+        fields["weight"] = self._codes("codes", layer.codes, row_bytes, *sizes, layer.group_size)
+        scales = shortest(layer.scales)
+        fields["has_half_scales"] = scales.dtype is torch.float16
+        fields["scales"] = self._in_bands(scales)
+        if layer.zeros is not None:  # those of unsigned codes
+            zeros = layer.zeros.view(torch.uint8) ^ (0x80 if layer.bits == 8 else 0)
+            fields["zeros"] = self._in_bands(zeros)
+        return fields
+
+    def _codes(self, kind: str, codes: Tensor, row_bytes: int, *sizes: int) -> int | None:
+        """Returns where the codes are, (rows, row_bytes) in bands, as `penstock_pack_KIND` packs
+        them, which gets the sizes; None where they are not numbers."""
         packed = self._arena.empty((_whole(len(codes)), row_bytes), codes.dtype)
         return self.address(packed) if self._pack(f"_{kind}", packed, codes, *sizes) else None
 
@@ -117,8 +179,9 @@ class Packer:
         result = pack(*map(c_int64, (to.data_ptr(), codes.data_ptr(), *sizes)))
         return result is not False
 
-    def in_bands(self, *by_group: Tensor | None) -> int | None:
-        """See `Bands`."""
+    def _in_bands(self, *by_group: Tensor | None) -> int | None:
+        """Returns where tensors of (rows, groups) are as (bands, groups, how many, 32), filled up
+        with zeros."""
         stacked = torch.stack([each for each in by_group if each is not None], dim=2)
         padded = functional.pad(stacked, (0, 0, 0, 0, 0, -len(stacked) % BAND))
         banded = padded.view(-1, BAND, *stacked.shape[1:]).permute(0, 2, 3, 1)
@@ -154,14 +217,32 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     if rows and len(layers) == 1:
         ends = itertools.accumulate(rows)
         layers = [layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True)]
-    groups = [layer.code_group for layer in layers if layer.code_group is not None]
-    if not groups:
-        return [each if each.has_packable_codes else _widened(each, dtype) for each in layers]
+    grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
+    if not grouped:
+        return [_widened(each, dtype) if _has_odd_scales(each) else each for each in layers]
     # Activations are rounded once for all of them.
-    group = math.gcd(*groups)
-    if len(groups) < len(layers) or group % NATIVE_GROUP_MULTIPLE:
+    group = math.gcd(*map(_code_group, grouped))
+    if len(grouped) < len(layers) or group % _GROUP_MULTIPLE:
         return [_widened(layer, dtype) for layer in layers]
-    return [layer.regrouped(group) for layer in layers]
+    return [layer.regrouped(group) for layer in grouped]
+
+
+def _has_odd_scales(layer: Packable) -> bool:
+    """Returns whether columns of one scale are not in pairs, as fp8.h needs them."""
+    if not isinstance(layer, Fp8Linear):
+        return False
+    width, columns = layer.block[1], layer.in_features
+    return columns % 2 == 1 or (width % 2 == 1 and width < columns)
+
+
+def _code_group(layer: GroupedLinear) -> int:
+    """Returns the largest groups that the codes can be split into, within the step's bounds."""
+    if layer.has_blocks:
+        return layer.group_size
+    if layer.group_size >= layer.in_features:  # one scale a row
+        return 64
+    sizes = range(_GROUP_MULTIPLE, _MAX_GROUP + 1, _GROUP_MULTIPLE)
+    return max((size for size in sizes if layer.group_size % size == 0), default=1)
 
 
 def _widened(layer: Packable, dtype: torch.dtype) -> Packable:

@@ -5,7 +5,6 @@ Codes are put in that form as they are read, so that a device never holds them t
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -67,12 +66,7 @@ class CodedLinear(_SlowLinear):
 
 
 class CodesLinear(_SlowLinear):
-    """A layer of codes that a GPU may compute as a `CodedLinear`, and the compiled CPU step.
-
-    code_group: the largest groups that codes of integers can be split into, within the step's
-    bounds; None where the weights are no such codes. has_packable_codes: whether the step computes
-    them as they are stored; others become plain.
-    """
+    """A layer of codes that a GPU may compute as a `CodedLinear`, and the compiled CPU step."""
 
     codes: Tensor
     scales: Tensor
@@ -90,10 +84,6 @@ class CodesLinear(_SlowLinear):
         """See `StoredLinear`."""
         weight = self.coded_weight(device)
         return None if weight is None else CodedLinear(weight, self.bias)
-
-    def regrouped(self, group_size: int) -> Self:
-        """Returns the same weights in smaller groups, of a size that divides theirs."""
-        return self
 
     def release(self) -> None:
         """Frees what has been packed; the layer cannot compute any more."""

@@ -2,19 +2,14 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.kernels.codes.weight import CodedWeight
-from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.layers.coded import CodesLinear, coded_weight
-from penstock.engine.models.layers.linear import BAND, Bands, bands, tensor_bytes
+from penstock.engine.models.layers.linear import bands, tensor_bytes
 from penstock.engine.models.layers.weight_formats import FP8_FORMAT, CodedLayout
-
-# The exponents of bfloat16 have more than the codes': see fp8.h.
-_NATIVE_SCALE = 256.0
 
 
 @dataclass(eq=False)
@@ -31,7 +26,6 @@ class Fp8Linear(CodesLinear):
     _: KW_ONLY
     block: tuple[int, int]
     weight_format = FP8_FORMAT
-    code_group = None
 
     def __post_init__(self) -> None:
         grid = tuple(-(-n // step) for n, step in zip(self.codes.shape, self.block, strict=True))
@@ -81,23 +75,3 @@ class Fp8Linear(CodesLinear):
             scales = self.scales[rows].repeat_interleave(self.block[1], dim=1)
             codes = self.codes[start:stop].float()
             out[start:stop] = codes * scales[:, : codes.shape[1]]
-
-    @property
-    def has_packable_codes(self) -> bool:
-        """Whether columns of one scale are in pairs: see fp8.h."""
-        width = self.block[1]
-        return self.in_features % 2 == 0 and (width % 2 == 0 or width >= self.in_features)
-
-    def packed(self, bands: Bands) -> dict[str, Any]:
-        """Returns fields of `Linear` (structs.h): see fp8.h. Raises InvalidModel."""
-        (rows, columns), (height, width) = self.codes.shape, self.block
-        packed = bands.codes("fp8", self.codes.view(torch.uint8), columns, rows, columns)
-        if packed is None:
-            raise InvalidModel("weights in FP8 are NaN; download the model again")
-        is_by_band = height % BAND == 0
-        if is_by_band:
-            by_band = self.scales.repeat_interleave(height // BAND, dim=0)[: -(-rows // BAND)]
-            scales = bands.address((by_band * _NATIVE_SCALE).contiguous())
-        else:
-            scales = bands.in_bands(self.scales_by_row() * _NATIVE_SCALE)
-        return {"weight": packed, "group": width, "scales": scales, "is_by_band": is_by_band}

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.models.layers.coded import CodesLinear, coded_weight
-from penstock.engine.models.layers.linear import Bands, bands, tensor_bytes
+from penstock.engine.models.layers.linear import bands, tensor_bytes
 from penstock.engine.models.layers.weight_formats import (
     LEVELS_FORMAT,
     CodedLayout,
@@ -21,11 +21,6 @@ from penstock.engine.models.layers.weight_formats import (
 FACTOR_COLUMNS = 256
 # Weights that are widened together, in some 20 bytes each.
 _MAX_WIDENED = 2**22
-# The compiled CPU step rounds activations in the same groups as weights, so that groups of more
-# would cost precision.
-_MAX_NATIVE_GROUP = 128
-NATIVE_GROUP_MULTIPLE = 8
-_NATIVE_TABLE_BYTES = 64
 _BY_GROUP = ("scales", "zeros", "minima")
 _TENSORS = ("codes", *_BY_GROUP, "high", "factors", "minimum_factors")
 
@@ -60,7 +55,6 @@ class GroupedLinear(CodesLinear):
     minima: Tensor | None = None
     factors: Tensor | None = None
     minimum_factors: Tensor | None = None
-    has_packable_codes = True
 
     def __post_init__(self) -> None:
         self.bits = bits = 8 if self.codes.dtype is torch.int8 else 4
@@ -112,51 +106,15 @@ class GroupedLinear(CodesLinear):
             for name in _TENSORS
             if getattr(self, name) is not None
         }
-        tensors["scales"] = _shortest(tensors["scales"])
+        tensors["scales"] = shortest(tensors["scales"])
         return replace(self, bias=bias, **tensors)
-
-    @property
-    def code_group(self) -> int:
-        if self.has_blocks:
-            return self.group_size
-        if self.group_size >= self.in_features:  # one scale a row
-            return 64
-        sizes = range(NATIVE_GROUP_MULTIPLE, _MAX_NATIVE_GROUP + 1, NATIVE_GROUP_MULTIPLE)
-        return max((size for size in sizes if self.group_size % size == 0), default=1)
-
-    def packed(self, bands: Bands) -> dict[str, Any]:
-        """Returns fields of `Linear` (structs.h): see grouped.h and blocks.h."""
-        groups = -(-self.in_features // self.group_size)
-        row_bytes = groups * self.group_size * self.bits // 8
-        sizes = (self.out_features, self.in_features, self.bits)
-        fields: dict[str, Any] = {"bits": self.bits, "group": self.group_size}
-        fields["offset"] = 1 << (self.bits - 1)
-        if self.levels is not None:
-            fields["offset"] = offset = -int(self.levels.min())
-            levels = (self.levels.short() + offset).to(torch.uint8)
-            fields["table"] = bands.address(levels.repeat(_NATIVE_TABLE_BYTES // len(levels)))
-        if self.has_blocks:
-            high = 0 if self.high is None else self.high.data_ptr()
-            fields["weight"] = bands.codes("blocks", self.codes, row_bytes, high, *sizes)
-            fields["has_minima"] = self.minima is not None
-            fields["scales"] = bands.in_bands(self.scales, self.minima)
-            if self.factors is not None:
-                fields["factors"] = bands.in_bands(self.factors, self.minimum_factors)
-            return fields
-        fields["weight"] = bands.codes("codes", self.codes, row_bytes, *sizes, self.group_size)
-        scales = _shortest(self.scales)
-        fields["has_half_scales"] = scales.dtype is torch.float16
-        fields["scales"] = bands.in_bands(scales)
-        if self.zeros is not None:  # those of unsigned codes
-            zeros = self.zeros.view(torch.uint8) ^ (0x80 if self.bits == 8 else 0)
-            fields["zeros"] = bands.in_bands(zeros)
-        return fields
 
     def release(self) -> None:
         super().release()
         self.high = self.minima = self.factors = self.minimum_factors = None
 
     def regrouped(self, group_size: int) -> "GroupedLinear":
+        """Returns the same weights in smaller groups, of a size that divides theirs."""
         if self.group_size == group_size:
             return self
         groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size
@@ -227,7 +185,7 @@ class GroupedLinear(CodesLinear):
         return numbers.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
 
 
-def _shortest(scales: Tensor) -> Tensor:
+def shortest(scales: Tensor) -> Tensor:
     """Returns those of float32 in float16 where it holds the same numbers."""
     if scales.dtype is not torch.float32:
         return scales

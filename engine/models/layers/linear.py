@@ -14,8 +14,6 @@ MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
 
 # Rows of a weight of which a copy in float32 is small.
 _WIDENED_ROWS = 512
-# The compiled CPU step has so many rows of a weight together (products.h).
-BAND = 32
 
 
 class Linear(Protocol):
@@ -67,29 +65,6 @@ class JoinableLinear(StoredLinear, Protocol):
         ...
 
 
-class Bands(Protocol):
-    """Packs weights for the compiled CPU step, in bands of `BAND` rows. It owns what it gives the
-    address of."""
-
-    def address(self, tensor: Tensor | None) -> int | None:
-        """Returns where a contiguous tensor is."""
-        ...
-
-    def plain(self, weight: Tensor) -> Tensor:
-        """Returns the weight as it is packed, in its own memory if it fills its bands."""
-        ...
-
-    def in_bands(self, *by_group: Tensor | None) -> int | None:
-        """Returns where tensors of (rows, groups) are as (bands, groups, how many, 32), filled up
-        with zeros."""
-        ...
-
-    def codes(self, kind: str, codes: Tensor, row_bytes: int, *sizes: int) -> int | None:
-        """Returns where the codes are, (rows, row_bytes) in bands, as `penstock_pack_KIND` packs
-        them, which gets the sizes; None where they are not numbers."""
-        ...
-
-
 @dataclass(eq=False)
 class PlainLinear:
     """weight: (out_features, in_features), as in the checkpoint."""
@@ -98,8 +73,6 @@ class PlainLinear:
     bias: Tensor | None
     weight_format = "plain"
     kind = "plain"
-    code_group = None
-    has_packable_codes = True
 
     def __post_init__(self) -> None:
         self.num_bytes = tensor_bytes(self.weight, self.bias)
@@ -122,17 +95,6 @@ class PlainLinear:
 
     def write_weight(self, out: Tensor) -> None:
         out.copy_(self.weight)
-
-    def regrouped(self, group_size: int) -> "PlainLinear":
-        return self
-
-    def packed(self, bands: Bands) -> dict[str, Any]:
-        """Packs the weight where it is, if it fills its bands."""
-        self.weight = bands.plain(self.weight)
-        return {"weight": bands.address(self.weight)}
-
-    def release(self) -> None:
-        """Nothing is left to free."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.memory.host import Arena
-from penstock.engine.models.layers.linear import BAND
 from penstock.engine.models.parts.adapter import Adapter, Change
 from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.native.packing import BAND
 from penstock.engine.native.structures import structure
 from penstock.engine.step.model_input import AdapterRun
 
