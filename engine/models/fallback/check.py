@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.fallback.attention import PAGED
-from penstock.engine.models.fallback.errors import UnsupportedClass, calling
 from penstock.engine.models.fallback.model import TransformersModel
+from penstock.engine.models.fallback.source import UnsupportedClass, calling
 from penstock.engine.step.model_input import build_model_input
 from penstock.scheduler.types import ScheduledBatch
 
@@ -91,7 +91,8 @@ def _in_chunks(model: TransformersModel, prompts: list[Tensor]) -> list[Tensor]:
         )
         step = build_model_input(batch, tokens, tables, _BLOCK_SIZE)
         states = model.states(step, pool, torch.arange(len(step.token_ids)))
-        for i, part in zip(slots, torch.split(model.logits(states), batch.num_tokens), strict=True):
+        parts = torch.split(model.logits(states), list(batch.num_tokens))
+        for i, part in zip(slots, parts, strict=True):
             logits[i].append(part)
             done[i] += own[i]
     return [torch.cat(each) for each in logits]

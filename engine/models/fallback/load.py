@@ -17,8 +17,12 @@ from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.files.tensor_files import is_finite
 from penstock.engine.models.config import eos_token_ids
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.fallback.errors import UnsupportedClass
-from penstock.engine.models.fallback.source import TransformersClass, check_kinds, find_class
+from penstock.engine.models.fallback.source import (
+    TransformersClass,
+    UnsupportedClass,
+    check_kinds,
+    find_class,
+)
 
 logger = logging.getLogger(__name__)
 

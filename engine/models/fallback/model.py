@@ -22,7 +22,7 @@ from penstock.engine.models.fallback.attention import (
     PagedStep,
     attending,
 )
-from penstock.engine.models.fallback.errors import UnsupportedClass, calling
+from penstock.engine.models.fallback.source import UnsupportedClass, calling
 from penstock.engine.models.fallback.trace import Trace, register
 from penstock.engine.step.model_input import ModelInput
 

@@ -4,8 +4,10 @@ model that has none is refused before its weights are downloaded, and nothing is
 What only the class itself shows is found when it is loaded.
 """
 
+import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import ClassVar
 from penstock.engine.config import ModelImpl
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.fallback.errors import UnsupportedClass
 from penstock.engine.models.formats.parse import quantization_name
+
+logger = logging.getLogger(__name__)
 
 # How the classes of decoders end; those of text and images are other ones.
 _DECODER = r"\w*(?:ForCausalLM|LMHeadModel)"
@@ -25,6 +28,34 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 # keys and values, or choose keys by their content, which no short prompt shows.
 _KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _CHOOSES_KEYS = re.compile(r"Indexer\b|index_topk")
+
+
+class UnsupportedClass(InvalidModel):
+    """A class of transformers whose answers would be wrong here, or that cannot be called."""
+
+    def __init__(self, architecture: str, why: str) -> None:
+        super().__init__(
+            f"the architecture {architecture} has no implementation of our own, and cannot be "
+            f"computed by transformers' class either: {why}",
+            brief=f"{architecture} is not supported",
+        )
+
+
+@contextmanager
+def calling(architecture: str) -> Iterator[None]:
+    """Whatever a class raises when it is called as ours means that it cannot be."""
+    try:
+        yield
+    except InvalidModel:
+        raise
+    except Exception as error:
+        if "out of memory" in str(error).lower():
+            raise
+        logger.debug("the class %s failed", architecture, exc_info=True)
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedClass(
+            architecture, f"it does not run on a step of ours ({type(error).__name__}: {reason})"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from penstock.engine.models.fallback.attention import (
     attend_densely,
     attention_function,
 )
-from penstock.engine.models.fallback.errors import UnsupportedClass
+from penstock.engine.models.fallback.source import UnsupportedClass
 
 # A class may hand these to attention without a change of the result: dropout, which is off;
 # what its mask says too; what asks for other outputs.

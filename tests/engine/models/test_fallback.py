@@ -13,9 +13,8 @@ from penstock.engine.hub.check import find_implementation
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.check import check_model
-from penstock.engine.models.fallback.errors import UnsupportedClass
 from penstock.engine.models.fallback.model import TransformersModel
-from penstock.engine.models.fallback.source import TransformersClass
+from penstock.engine.models.fallback.source import TransformersClass, UnsupportedClass
 from penstock.engine.models.families.families import FAMILIES
 from tests.support.other_decoders import (
     OTHER_DECODERS,
