@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Device as DeviceKind
-from penstock.engine.config import Dtype, EngineConfig
+from penstock.engine.config import Dtype, EngineConfig, Quantization
 from penstock.engine.executors.cuda.device import CudaGpu, Device, Processor
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import Fields
@@ -22,6 +22,7 @@ from penstock.engine.memory.pool.kv_layout import GroupPool
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.families.families import FAMILIES
+from penstock.engine.models.formats.kept import AsStored, CodePolicy, OnGpu
 from penstock.engine.models.formats.parse import quantization_name
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
@@ -73,6 +74,20 @@ def check_quantization(config: EngineConfig, model_dir: Path) -> None:
             f"--quantization {config.quantization} rounds float weights, and {fields.path} says "
             f"that these are quantized already, in the format {name}; leave it out, or use the "
             "float32, float16 or bfloat16 version of the model"
+        )
+
+
+def kept_on_gpu(model: ModelConfig, device: torch.device) -> CodePolicy:
+    """Keeps nothing of a mixture, because no kernel of experts reads codes."""
+    return OnGpu(device) if model.experts is None else AsStored()
+
+
+def check_experts_on_gpu(model: ModelConfig, quantization: Quantization | None) -> None:
+    """Raises InvalidConfig for a mixture that --quantization is to round."""
+    if model.experts is not None and quantization is not None:
+        raise InvalidConfig(
+            f"--quantization is {quantization}, and a GPU computes the experts of a mixture from "
+            "plain weights alone; leave it out, or use --device cpu"
         )
 
 

@@ -20,7 +20,13 @@ from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.backends import make_attention
 from penstock.engine.loading.description import dtype_name
-from penstock.engine.loading.devices import choose_dtype, measure_rates, size_gpu_pool
+from penstock.engine.loading.devices import (
+    check_experts_on_gpu,
+    choose_dtype,
+    kept_on_gpu,
+    measure_rates,
+    size_gpu_pool,
+)
 from penstock.engine.loading.steps import DecoderLoading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.gpu_budget import (
@@ -34,7 +40,6 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.models.at_load.quantize import Quantized
 from penstock.engine.models.decoder.fused import FusedModel, check_parts
-from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters

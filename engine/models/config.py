@@ -142,7 +142,7 @@ class ModelConfig:
             embedding=self.embedding.divided(num_ranks),
             layers=tuple(own[layer] for layer in self.layers),
             head=self.head.divided(num_ranks),
-            quantization=self.quantization and self.quantization.over_ranks(num_ranks),
+            quantization=self.quantization and replace(self.quantization, num_ranks=num_ranks),
         )
 
     def check_parts(self, path: str, lacks: Callable[[Part], Collection[str]]) -> None:
@@ -159,7 +159,7 @@ class ModelConfig:
             layers=self.layers[layers.start : layers.stop],
             per_layer_inputs=self.per_layer_inputs
             and replace(self.per_layer_inputs, num_layers=len(layers)),
-            quantization=self.quantization and self.quantization.from_layer(layers.start),
+            quantization=self.quantization and replace(self.quantization, first_layer=layers.start),
         )
 
     @property

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.engine.config import Dtype, KVCacheDtype, LoraConfig, Quantization
+from penstock.engine.loading.devices import check_experts_on_gpu
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu
 from penstock.engine.sizing.sizing import CONTEXTS, GB, Machine, Sizing, table
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock.engine.config import KVCacheDtype, LoraConfig, Quantization
+from penstock.engine.loading.devices import kept_on_gpu
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.memory.pool.kv_layout import (
@@ -24,7 +25,6 @@ from penstock.engine.memory.pool.kv_layout import (
 from penstock.engine.models.at_load.plan import Plan
 from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gpu_formats import kept_on_gpu
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.lora.projections import max_adapter_bytes

@@ -72,7 +72,8 @@ class QuantizationConfig:
     """name: of the format, for people. groups: a layer belongs to the first that names it, or else
     to the first that names its class. ignored: layers that are plain, as in `LayerGroup`.
     has_kv_scales: whether the checkpoint is meant for a quantized KV cache. first_layer, num_ranks:
-    of the part of the model that `scheme_of_part` is about.
+    where the part of the model begins that `scheme_of_part` is about, and how many ranks have a
+    part of each of its layers.
 
     Names are those of the checkpoint, such as "model.layers.0.self_attn.q_proj".
     """
@@ -83,14 +84,6 @@ class QuantizationConfig:
     has_kv_scales: bool = False
     first_layer: int = 0
     num_ranks: int = 1
-
-    def from_layer(self, first: int) -> "QuantizationConfig":
-        """Returns that of a stage that begins with this layer."""
-        return replace(self, first_layer=first)
-
-    def over_ranks(self, num_ranks: int) -> "QuantizationConfig":
-        """Returns that of one of the ranks that have a part of every layer each."""
-        return replace(self, num_ranks=num_ranks)
 
     def renamed(self, rename: Callable[[str], str]) -> "QuantizationConfig":
         """With other names of layers; patterns are renamed as names are."""

@@ -9,8 +9,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.awq.config import parse_awq
 from penstock.engine.models.formats.compressed_tensors.config import parse_compressed_tensors
 from penstock.engine.models.formats.config import QuantizationConfig, Settings
-from penstock.engine.models.formats.fp4.config import parse_mxfp4
-from penstock.engine.models.formats.fp4.modelopt import parse_modelopt
+from penstock.engine.models.formats.fp4.config import parse_modelopt, parse_mxfp4
 from penstock.engine.models.formats.fp8.config import parse_fp8
 from penstock.engine.models.formats.gptq.config import parse_gptq
 

@@ -123,6 +123,6 @@ class GroupedScheme(TensorScheme):
     def made_up(
         self, shape: tuple[int, int], bias: "Tensor | None", std: float, generator: "Generator"
     ) -> "StoredLinear":
-        from penstock.engine.models.formats.made_up import made_up_grouped
+        from penstock.engine.models.formats.tensors import made_up_grouped
 
         return made_up_grouped(self, shape, bias, std, generator)

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import Quantization
+from penstock.engine.loading.devices import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gpu_formats import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.formats.fp8.config import Fp8
 from penstock.engine.models.layers.linear import PlainLinear
