@@ -41,7 +41,7 @@ def build_ranks(
     """Tells the other ranks to begin, and loads this one's part while they load theirs. Raises
     PenstockError."""
     with phases.timed("ranks", f"meeting {layout_of(config).size - 1} more processes"):
-        start = Start(config, 0, on_gpus, _gpu_memory(config) if on_gpus else _memory(config))
+        start = Start(config, 0, on_gpus, _memory(config, on_gpus=on_gpus))
         followers.begin(start)
         with causes(followers):
             place, device = _connected(start, followers)
@@ -113,15 +113,13 @@ def _connected(start: Start, followers: Followers | None = None) -> tuple[Any, D
     return membership, Processor()
 
 
-def _gpu_memory(config: EngineConfig) -> tuple[int, ...]:
-    """Raises InvalidConfig."""
-    from penstock.engine.loading.gpu_ranks import shared_by_gpus
+def _memory(config: EngineConfig, *, on_gpus: bool) -> tuple[int, ...]:
+    """Descriptors of what the ranks share. Raises InvalidConfig, also where there is no compiler
+    for processors."""
+    if on_gpus:
+        from penstock.engine.loading.gpu_ranks import shared_by_gpus
 
-    return shared_by_gpus(config)
-
-
-def _memory(config: EngineConfig) -> tuple[int, ...]:
-    """Raises InvalidConfig where there is no compiler."""
+        return shared_by_gpus(config)
     layout = layout_of(config)
     try:
         library = load_ranks_library()

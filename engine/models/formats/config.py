@@ -4,7 +4,7 @@ Imports no tensors.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -124,10 +124,6 @@ class QuantizationConfig:
             if LINEAR in group.targets:
                 return group.scheme
         return None
-
-
-def regular_expressions(patterns: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"re:{pattern}" for pattern in patterns)
 
 
 def _name(targets: tuple[str, ...], layer: str) -> bool:

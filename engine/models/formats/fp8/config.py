@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
-from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.config import LINEAR, LayerGroup, QuantizationConfig, Settings
 from penstock.engine.models.formats.scheme import FLOAT32_BYTES, TensorScheme
 from penstock.engine.models.layers.weight_formats import FP8_FORMAT, CodedLayout
@@ -58,9 +57,5 @@ def block(settings: Settings, name: str) -> tuple[int, int] | None:
         return None
     is_pair = isinstance(value, list) and len(value) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in value):
-        raise _not_a_block(settings, name, value)
+        raise settings.fields.wrong(name, "two positive integers, such as [128, 128]", value)
     return value[0], value[1]
-
-
-def _not_a_block(settings: Settings, name: str, value: object) -> InvalidModel:
-    return settings.fields.wrong(name, "two positive integers, such as [128, 128]", value)

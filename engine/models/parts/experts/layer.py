@@ -4,22 +4,16 @@ The weights of all experts of a layer are stacked, so that they are read, quanti
 any other layer. Source: Shazeer et al. 2017 (arXiv:1701.06538); the routing is Qwen3-MoE's.
 """
 
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import Linear, StoredLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.mlp.layer import gated
 from penstock.engine.models.parts.norm.layer import rms_norm
 from penstock.engine.models.parts.reader import PartLayer, PartReader, summed
-
-
-class Rows(Protocol):
-    def rows(self, first: int, end: int) -> Linear:
-        """The layer of these outputs alone. Its tensors are views."""
-        ...
 
 
 class ExpertsLayer(PartLayer[Experts]):
@@ -105,4 +99,4 @@ def mixed(
 
 
 def _rows(stacked: Linear, expert: int, size: int) -> Linear:
-    return cast(Rows, stacked).rows(expert * size, (expert + 1) * size)
+    return cast(StoredLinear, stacked).rows(expert * size, (expert + 1) * size)
