@@ -10,7 +10,6 @@ import torch
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.loading.devices import check_dtype, check_quantization, log_text_only
 from penstock.engine.loading.weights import log_widening, weight_bytes, weight_source
@@ -226,7 +225,6 @@ class DecoderLoading(Loading):
             self.model,
             self.stage.of(source),
             self.make_linear,
-            gathered_attention,
             max_model_len=max_model_len,
             device=self.device.device,
             num_load_threads=num_threads,

@@ -29,7 +29,6 @@ from triton.runtime.jit import JITFunction
 from penstock.engine.executors.cuda.pool_mover import piece_bytes, words_of
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.blocks import (
     add_checksums,
@@ -347,7 +346,6 @@ class MetaModel:
             config,
             MetaWeights(config, dtype, codes),
             PlainLinear,
-            gathered_attention,
             max_model_len=8192,
             device=META,
         )

@@ -15,7 +15,7 @@ def reference_attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`Attention` in float32, one sequence at a time, with the full matrix of scores."""
+    """`gathered_attention` in float32, one sequence at a time, with the full matrix of scores."""
     output = torch.empty_like(query)
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     group = query.shape[1] // num_kv_heads

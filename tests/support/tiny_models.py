@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.weights import weight_source
 from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
 from penstock.engine.models.config import ModelConfig
@@ -388,7 +387,6 @@ class Harness:
                 if native
                 else cpu_linear(dtype, has_experts=config.experts is not None),
             ),
-            gathered_attention,
             max_model_len=max_len,
             device=CPU,
             recurrence=recurrence,

@@ -25,7 +25,14 @@ def gathered_attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`Attention`: decodes in batches of similar length, prefill chunks one by one."""
+    """Causal attention of each token to its own sequence: (T, num_heads, head_dim). Decodes are in
+    batches of similar length, prefill chunks one by one.
+
+    query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks, block_size,
+    num_kv_heads, head_dim), this step's tokens already written. window: how many positions a token
+    attends to, its own included, or None for all. sinks: (num_heads,) float32, a score of each head
+    that takes its share of the softmax and has no value.
+    """
     output = torch.empty_like(query)
     block_size = keys.shape[1]
     for rows, num_blocks in _buckets(step.context_lens[: step.num_decodes], block_size):

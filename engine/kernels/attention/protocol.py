@@ -1,4 +1,4 @@
-"""The protocols of attention over the paged KV pool: with lengths on the host or the device."""
+"""The protocols of attention over the paged KV pool on a GPU, with lengths on the device."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -6,34 +6,13 @@ from torch import Tensor
 
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.step.device_step import DeviceStep, Rotation
-from penstock.engine.step.model_input import ModelInput
-
-
-class Attention(Protocol):
-    def __call__(
-        self,
-        query: Tensor,
-        keys: KVPages,
-        values: KVPages,
-        step: ModelInput,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Causal attention of each token to its own sequence: (T, num_heads, head_dim).
-
-        query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks,
-        block_size, num_kv_heads, head_dim), this step's tokens already written. window: how many
-        positions a token attends to, its own included, or None for all. sinks: (num_heads,)
-        float32, a score of each head that takes its share of the softmax and has no value.
-        """
-        ...
 
 
 class LayerContext(NamedTuple):
     """All that the tokens of a step attend to in one layer, on a GPU.
 
     keys, values: the layer's part of the pool, this step's tokens already written. window, sinks:
-    as in `Attention`.
+    as in `gathered_attention`.
     """
 
     keys: KVPages

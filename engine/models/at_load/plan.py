@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import Quantization
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.models.at_load.rounding import GROUP_SIZE, Codes
 from penstock.engine.models.at_load.weights import Part, QuantizedWeights
 from penstock.engine.models.config import ModelConfig
@@ -105,7 +104,6 @@ class Plan:
             scheme.model,
             source if stage is None else stage.of(source),
             PlainLinear,
-            gathered_attention,
             max_model_len=1,
             device=_META,
             stage=stage,

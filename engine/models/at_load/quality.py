@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.memory.pool.kv_shape import KVShape
@@ -89,7 +88,7 @@ def compare(
         after = []
         for weights, before, pool, own in zip(sides, states, pools, inputs, strict=True):
             layer = read_layer(model, weights, PlainLinear, index)
-            of_layer = (gathered_attention, angles[index], *pool.layer(index))
+            of_layer = (angles[index], *pool.layer(index))
             mixed = layer.attention(layer.normed(before), index, *of_layer, step)
             after.append(layer.go_on(index, before, mixed, step, own[index]))
         states = after

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.attention.protocol import Attention as Backend
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.config import LAYER, ModelConfig
 from penstock.engine.models.division.shard import Shard
@@ -152,7 +151,6 @@ class LlamaModel:
         config: ModelConfig,
         weights: WeightSource,
         make_linear: MakeLinear,
-        attention: Backend,
         *,
         max_model_len: int,
         device: torch.device,
@@ -174,7 +172,7 @@ class LlamaModel:
         self.shard = shard or Shard(config)
         self.group, self.pipeline = group, pipeline
         self.stage = stage = stage or Stage(config, 0, 1)
-        self._attention, self._recurrence = attention, recurrence
+        self._recurrence = recurrence
         reader = PartReader(weights, make_linear, config.norm)
         read = partial(read_layer, config, weights, make_linear, group=group)
         with ThreadPoolExecutor(num_load_threads) as pool:
@@ -242,8 +240,7 @@ class LlamaModel:
                 mixed = mixer(x, self._recurrence, *pool.states(index), segments)
             else:
                 own = steps[pool.group_of(index)]
-                of_layer = (self._attention, angles[index], *pool.layer(index))
-                mixed = mixer(x, index, *of_layer, own)
+                mixed = mixer(x, index, angles[index], *pool.layer(index), own)
             residual = layer.go_on(index, residual, mixed, step, inputs[index])
         if self.pipeline is not None and self.pipeline.after is not None:
             passed = (residual, embedded)[: num_passed(self.config)]

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.kernels import launch
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
@@ -190,7 +189,7 @@ class Model:
             config = replace(self.config, layers=self.config.layers[:count])
             dtype = torch.bfloat16
             llama = LlamaModel(
-                config, MetaWeights(config, dtype, self._codes), PlainLinear, gathered_attention,
+                config, MetaWeights(config, dtype, self._codes), PlainLinear,
                 max_model_len=8192, device=META,
             )  # fmt: skip
             pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, dtype, META)

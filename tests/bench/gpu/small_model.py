@@ -19,7 +19,6 @@ from torch.nn import functional
 from penstock.engine.config import LoadFormat
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.loading.description import describe
 from penstock.engine.memory.pool.kv_layout import KVLayout
@@ -115,7 +114,6 @@ class SmallModel:
             self.config,
             RandomWeights(empty),
             PlainLinear,
-            gathered_attention,
             max_model_len=self.sizes.max_len,
             device=self.device,
         )

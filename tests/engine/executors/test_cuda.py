@@ -15,7 +15,6 @@ from penstock.engine.config import Device, Dtype, EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import KVPools
@@ -73,7 +72,6 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
             config,
             Checkpoint(STORIES, empty),
             PlainLinear,
-            gathered_attention,
             max_model_len=MAX_LEN,
             device=DEVICE,
         )

@@ -15,7 +15,6 @@ from penstock.engine.config import AdapterSource, LoraConfig
 from penstock.engine.errors import AdapterRefused, UnknownAdapter
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.loading.description import describe
 from penstock.engine.memory.pool.kv_layout import KVLayout
@@ -91,7 +90,6 @@ def _executor(
             config,
             Checkpoint(path, partial(torch.empty, dtype=dtype, device=DEVICE)),
             PlainLinear,
-            gathered_attention,
             max_model_len=MAX_LEN,
             device=DEVICE,
         )

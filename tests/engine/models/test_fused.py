@@ -10,7 +10,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.memory.pool.kv_pool import KVPool
@@ -67,7 +66,6 @@ class Model:
             config,
             Checkpoint(path, partial(torch.empty, dtype=dtype, device=DEVICE)),
             make_linear,
-            gathered_attention,
             max_model_len=MAX_LEN,
             device=DEVICE,
         )

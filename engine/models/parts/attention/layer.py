@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.attention.protocol import Attention as Backend
+from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.memory.pool.kv_codes import KVPages, store
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.parts.adapter import adapted
@@ -16,8 +16,8 @@ from penstock.engine.step.model_input import ModelInput
 
 
 class AttentionLayer(PartLayer[Attention]):
-    """qkv is stacked, so that it is one matrix product. sinks: see the protocol of
-    `penstock.engine.kernels.attention`. group: of ranks that have other heads."""
+    """qkv is stacked, so that it is one matrix product. sinks: see `gathered_attention`. group:
+    of ranks that have other heads."""
 
     qkv: Linear
     output: Linear
@@ -29,7 +29,6 @@ class AttentionLayer(PartLayer[Attention]):
         self,
         x: Tensor,
         index: int,
-        attention: Backend,
         angles: Angles,
         keys: KVPages,
         values: KVPages,
@@ -58,7 +57,7 @@ class AttentionLayer(PartLayer[Attention]):
         query = self._heads(query, self.query_norm, angles)
         if angles.query_factors is not None:
             query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
-        mixed = attention(query, keys, values, step, config.window, self.sinks)
+        mixed = gathered_attention(query, keys, values, step, config.window, self.sinks)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return adapted(self.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)

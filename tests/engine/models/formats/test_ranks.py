@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.ranks import check_parallel
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
@@ -80,7 +79,6 @@ def test_a_rank_has_the_bytes_that_config_json_implies(name: str, tmp_path: Path
             config if stage is None else stage.config,
             source if stage is None else stage.of(source),
             PlainLinear,
-            gathered_attention,
             max_model_len=8,
             device=cpu,
             shard=shard,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.hub.gguf import check_gguf
-from penstock.engine.kernels.attention.gathered import gathered_attention
 from penstock.engine.loading.weights import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
@@ -209,7 +208,6 @@ def test_so_is_that_of_each_stage(tmp_path: Path, family: str) -> None:
             stage.config,
             stage.of(reads),
             PlainLinear,
-            gathered_attention,
             max_model_len=8,
             device=torch.device("cpu"),
             stage=stage,
