@@ -26,18 +26,21 @@ from prometheus_client.utils import floatToGoString
 Values = float | Mapping[Any, float]
 
 
-def counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """Returns a counter of ours, whose name on `/metrics` has penstock_ before it."""
-    return with_samples(CounterMetricFamily(f"penstock_{name}", help_text, labels=labels), values)
+def counter(
+    name: str, help_text: str, values: Values, *labels: str, prefix: str = "penstock_"
+) -> Metric:
+    """Returns a counter with a sample for each of the values."""
+    return _with_samples(CounterMetricFamily(prefix + name, help_text, labels=labels), values)
 
 
-def gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    """Returns a gauge of ours, whose name on `/metrics` has penstock_ before it."""
-    return with_samples(GaugeMetricFamily(f"penstock_{name}", help_text, labels=labels), values)
+def gauge(
+    name: str, help_text: str, values: Values, *labels: str, prefix: str = "penstock_"
+) -> Metric:
+    """Returns a gauge with a sample for each of the values."""
+    return _with_samples(GaugeMetricFamily(prefix + name, help_text, labels=labels), values)
 
 
-def with_samples(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
-    """Returns the family with a sample for each of the values."""
+def _with_samples(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
     by_labels = values if isinstance(values, Mapping) else {(): values}
     for labels, value in by_labels.items():
         family.add_metric((labels,) if isinstance(labels, str) else labels, value)

@@ -8,16 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.samples import Sample
 
 from penstock.engine.client import ModelInfo
-from penstock.server.observability.exposition import HistogramFamily, with_samples
+from penstock.server.observability.exposition import HistogramFamily, counter, gauge
 
 # Ours -> vLLM's (0.33), without the prefixes and without a counter's _total.
 _VLLM_NAMES = {
@@ -96,20 +91,21 @@ def metrics_of_vllm_alone(
 ) -> Iterator[Metric]:
     """vLLM's metrics whose labels differ from ours. prompt_tokens: by source."""
     labels = _labels(model_name)
-    by_source = CounterMetricFamily(
-        "vllm:prompt_tokens_by_source",
-        "Tokens of prompts that have had their first step, by source: computed or cached",
-        labels=(*labels, "source"),
-    )
     own = tuple(labels.values())
-    yield with_samples(by_source, {(*own, source): num for source, num in prompt_tokens.items()})
-    by_reason = GaugeMetricFamily(
-        "vllm:num_requests_waiting_by_reason",
-        "Sequences that wait in the queue, by reason: capacity, since nothing defers them here",
-        labels=(*labels, "reason"),
+    yield counter(
+        "prompt_tokens_by_source",
+        "Tokens of prompts that have had their first step, by source: computed or cached",
+        {(*own, source): num for source, num in prompt_tokens.items()},
+        *(*labels, "source"),
+        prefix="vllm:",
     )
-    by_labels = {(*own, "capacity"): num_waiting, (*own, "deferred"): 0}
-    yield with_samples(by_reason, by_labels)
+    yield gauge(
+        "num_requests_waiting_by_reason",
+        "Sequences that wait in the queue, by reason: capacity, since nothing defers them here",
+        {(*own, "capacity"): num_waiting, (*own, "deferred"): 0},
+        *(*labels, "reason"),
+        prefix="vllm:",
+    )
     yield _http_requests(responses)
     if model:
         sizes = {"block_size": str(model.block_size), "num_gpu_blocks": str(model.num_blocks)}
@@ -123,10 +119,8 @@ def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
         if response.handler not in _NOT_COUNTED:
             status = f"{response.status // 100}xx"
             counts[response.handler, response.method, status] += count
-    family = CounterMetricFamily(
-        "http_requests", "HTTP responses by route", labels=("handler", "method", "status")
-    )
-    return with_samples(family, counts)
+    labels = ("handler", "method", "status")
+    return counter("http_requests", "HTTP responses by route", counts, *labels, prefix="")
 
 
 def _labels(model_name: str) -> dict[str, str]:

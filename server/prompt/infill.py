@@ -4,12 +4,11 @@ Such a model has marker tokens. The prompt is put together as prefix, suffix, mi
 is the middle. Source: Bavarian et al. 2022 (arXiv:2207.14255).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from tokenizers import Tokenizer
-
-from penstock.server.prompt.tokenizing import ids_of
 
 # prefix, suffix, middle; in the words of CodeLlama, DeepSeek Coder, StarCoder and its kin, Qwen
 # Coder and CodeGemma.
@@ -65,19 +64,14 @@ class Infill:
         return None
 
     def encode(
-        self, tokenizer: Tokenizer, prefix: str, suffix: str, *, add_special_tokens: bool = True
+        self, encode: Callable[[str], tuple[int, ...]], prefix: str, suffix: str
     ) -> tuple[int, ...]:
-        """The prompt whose answer belongs between. add_special_tokens: with a BOS, if any."""
-        bos = tokenizer.encode("").ids[:1] if add_special_tokens else []
-        before = ids_of(tokenizer, prefix, add_special_tokens=False)
-        after = self._continued(tokenizer, suffix)
-        return (*bos, self.prefix_id, *before, self.suffix_id, *after, self.middle_id)
-
-    def _continued(self, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-        if not self.adds_space:
-            return ids_of(tokenizer, text, add_special_tokens=False)
-        anchor = ids_of(tokenizer, _ANCHOR, add_special_tokens=False)
-        return ids_of(tokenizer, _ANCHOR + text, add_special_tokens=False)[len(anchor) :]
+        """The prompt whose answer belongs between. encode: makes a text's ids, no special ones."""
+        if self.adds_space:
+            after = encode(_ANCHOR + suffix)[len(encode(_ANCHOR)) :]
+        else:
+            after = encode(suffix)
+        return (self.prefix_id, *encode(prefix), self.suffix_id, *after, self.middle_id)
 
 
 def _ids_of(tokenizer: Tokenizer, names: tuple[str, ...]) -> list[int | None]:

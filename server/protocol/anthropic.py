@@ -83,13 +83,6 @@ class ThinkingConfig(Wire):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=0)
 
-    def check_disabled(self) -> None:
-        if self.budget_tokens is not None:
-            param = "thinking.budget_tokens"
-            raise InvalidRequest(
-                f'{param} cannot be combined with the type "disabled"', param=param
-            )
-
 
 class OutputConfig(Wire):
     effort: str | None = None
@@ -117,8 +110,11 @@ class CountTokensRequest(TranslatedRequest):
         super()._check()
         if (self.model_extra or {}).get("thread") is not None:
             raise ThreadUnsupported
-        if self.thinking and self.thinking.type == "disabled":
-            self.thinking.check_disabled()
+        thinking = self.thinking
+        if thinking and thinking.type == "disabled" and thinking.budget_tokens is not None:
+            param = "thinking.budget_tokens"
+            message = f'{param} cannot be combined with the type "disabled"'
+            raise InvalidRequest(message, param=param)
 
     def chat_fields(self) -> dict[str, Any]:
         messages = _system_messages(self.system)

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Encoding, Tokenizer
 
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt import limits, tokenizing
+from penstock.server.prompt import limits
+from penstock.server.prompt import tokenizer as tokenizer_module
 from penstock.server.prompt.limits import check_cut, part_that_fits, tokenized, tokenized_together
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import LongTexts
@@ -70,13 +71,13 @@ def test_a_text_that_cannot_fit_is_tokenized_no_further_than_the_context(
 ) -> None:
     monkeypatch.setattr(limits, "_PIECE_CHARS", 100)
     lengths: list[int] = []
-    encoding = tokenizing._encoding
+    encoding = tokenizer_module._encoding
 
     def recorded(tokenizer: Tokenizer, text: str, **options: bool) -> Encoding:
         lengths.append(len(text))
         return encoding(tokenizer, text, **options)
 
-    monkeypatch.setattr(tokenizing, "_encoding", recorded)
+    monkeypatch.setattr(tokenizer_module, "_encoding", recorded)
     body = json.dumps({"prompt": "", "truncate_prompt_tokens": num_kept})
     fields = CompletionRequest.parse(body.encode())
     text = (
