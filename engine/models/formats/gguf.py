@@ -6,6 +6,7 @@ of some rows: (rows, bytes of a row) uint8.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,16 @@ class Blocks(Scheme):
     table."""
 
     bits: int
-    group_size: int
-    block_size: int | None
-    has_minima: bool
-    has_levels: bool
+    group_size: int = 32
+    block_size: int | None = None
+    has_minima: bool = False
+    has_levels: bool = False
+
+    @property
+    def middle(self) -> int:
+        """By how much the codes in a file exceed their numbers, before minima."""
+        is_unsigned = self.bits < 8 and not self.has_minima and not self.has_levels
+        return 1 << (self.bits - 1) if is_unsigned else 0
 
     @property
     def is_grouped(self) -> bool:
@@ -78,28 +85,12 @@ class Unpacked(NamedTuple):
     minimum_factors: Tensor | None = None
 
 
-class _Layout(NamedTuple):
-    """unpack: of blocks, (blocks, bytes). bits: of a code. group_size: numbers with one scale."""
-
-    unpack: Callable[[Tensor], Unpacked]
-    bits: int
-    group_size: int = 32
-    has_factors: bool = False
-    has_minima: bool = False
-    has_levels: bool = False
-
-    @property
-    def middle(self) -> int:
-        is_unsigned = self.bits < 8 and not self.has_minima and not self.has_levels
-        return 1 << (self.bits - 1) if is_unsigned else 0
-
-
 def numbers(raw: Tensor, kind: TensorType) -> Tensor:
     """(rows, columns): float32, or the type of the file where that is a plain one."""
     if kind.name in _PLAIN:
         return raw.view(_PLAIN[kind.name])
-    layout = _LAYOUTS[kind.name]
-    unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
+    unpack, layout = _TYPES[kind.name]
+    unpacked = unpack(raw.view(-1, kind.block_bytes))
     codes = unpacked.codes.view(*unpacked.scales.shape, layout.group_size)
     if layout.has_levels:
         values = torch.tensor(IQ4_LEVELS, dtype=torch.float32)[codes.int()]
@@ -113,22 +104,13 @@ def numbers(raw: Tensor, kind: TensorType) -> Tensor:
 
 def scheme(kind: TensorType) -> Blocks | None:
     """Returns how the linear layer of `coded` is stored; None where the numbers are plain."""
-    if kind.name in _PLAIN:
-        return None
-    layout = _LAYOUTS[kind.name]
-    return Blocks(
-        bits=layout.bits,
-        group_size=layout.group_size,
-        block_size=kind.block_size if layout.has_factors else None,
-        has_minima=layout.has_minima,
-        has_levels=layout.has_levels,
-    )
+    return None if kind.name in _PLAIN else _TYPES[kind.name][1]
 
 
 def coded(raw: Tensor, kind: TensorType) -> GroupedLinear:
     """Returns the layer of some rows, without a bias."""
-    layout = _LAYOUTS[kind.name]
-    unpacked = layout.unpack(raw.view(-1, kind.block_bytes))
+    unpack, layout = _TYPES[kind.name]
+    unpacked = unpack(raw.view(-1, kind.block_bytes))
 
     def by_row(numbers: Tensor | None) -> Tensor | None:
         return None if numbers is None else numbers.reshape(len(raw), -1)
@@ -173,30 +155,17 @@ def _q8_0(blocks: Tensor) -> Unpacked:
     return Unpacked(_signed(blocks[:, 2:]), _halves(blocks[:, :2]))
 
 
-def _q4_0(blocks: Tensor) -> Unpacked:
-    return Unpacked(_nibbles(blocks[:, 2:]), _halves(blocks[:, :2]))
-
-
-def _q4_1(blocks: Tensor) -> Unpacked:
-    scales, least = torch.split(_halves(blocks[:, :4]), 1, dim=1)
-    return Unpacked(_nibbles(blocks[:, 4:]), scales, minima=-least)
-
-
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """Returns 0 or 16 for each of 32 codes, from 4 bytes: (blocks, 32)."""
-    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)
-    return (bits & 1).flatten(1) << 4
-
-
-def _q5_0(blocks: Tensor) -> Unpacked:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return Unpacked(codes, _halves(blocks[:, :2]))
-
-
-def _q5_1(blocks: Tensor) -> Unpacked:
-    scales, least = torch.split(_halves(blocks[:, :4]), 1, dim=1)
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return Unpacked(codes, scales, minima=-least)
+def _small(blocks: Tensor, *, has_minima: bool = False, has_fifth: bool = False) -> Unpacked:
+    """Unpacks Q4_0, Q4_1, Q5_0, Q5_1 or IQ4_NL: a scale, a minimum if any, the fifth bits of all
+    codes if they have one, and their low halves."""
+    halves, packed = blocks.tensor_split([4 if has_minima else 2], dim=1)
+    fifth, packed = packed.tensor_split([4 if has_fifth else 0], dim=1)
+    codes = _nibbles(packed)
+    if has_fifth:
+        bits = fifth.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)
+        codes |= (bits & 1).flatten(1) << 4
+    scales, *least = torch.split(_halves(halves), 1, dim=1)
+    return Unpacked(codes, scales, minima=-least[0] if least else None)
 
 
 def _with_minima(blocks: Tensor, codes: Tensor) -> Unpacked:
@@ -242,15 +211,16 @@ def _iq4_xs(blocks: Tensor) -> Unpacked:
     return Unpacked(codes.flatten(1), scales, _halves(blocks[:, :2]))
 
 
-_LAYOUTS = {
-    "Q4_0": _Layout(_q4_0, bits=4),
-    "Q4_1": _Layout(_q4_1, bits=4, has_minima=True),
-    "Q5_0": _Layout(_q5_0, bits=5),
-    "Q5_1": _Layout(_q5_1, bits=5, has_minima=True),
-    "Q8_0": _Layout(_q8_0, bits=8),
-    "Q4_K": _Layout(_q4_k, bits=4, has_factors=True, has_minima=True),
-    "Q5_K": _Layout(_q5_k, bits=5, has_factors=True, has_minima=True),
-    "Q6_K": _Layout(_q6_k, bits=6, group_size=16, has_factors=True),
-    "IQ4_NL": _Layout(_q4_0, bits=4, has_levels=True),
-    "IQ4_XS": _Layout(_iq4_xs, bits=4, has_factors=True, has_levels=True),
+# By name: what unpacks blocks, (blocks, bytes), and how they are stored.
+_TYPES: dict[str, tuple[Callable[[Tensor], Unpacked], Blocks]] = {
+    "Q4_0": (_small, Blocks(bits=4)),
+    "Q4_1": (partial(_small, has_minima=True), Blocks(bits=4, has_minima=True)),
+    "Q5_0": (partial(_small, has_fifth=True), Blocks(bits=5)),
+    "Q5_1": (partial(_small, has_minima=True, has_fifth=True), Blocks(bits=5, has_minima=True)),
+    "Q8_0": (_q8_0, Blocks(bits=8)),
+    "Q4_K": (_q4_k, Blocks(bits=4, block_size=256, has_minima=True)),
+    "Q5_K": (_q5_k, Blocks(bits=5, block_size=256, has_minima=True)),
+    "Q6_K": (_q6_k, Blocks(bits=6, group_size=16, block_size=256)),
+    "IQ4_NL": (_small, Blocks(bits=4, has_levels=True)),
+    "IQ4_XS": (_iq4_xs, Blocks(bits=4, block_size=256, has_levels=True)),
 }
