@@ -104,7 +104,7 @@ class NativeModel:
     @property
     def _sends(self) -> bool:
         """Says whether a later stage computes what comes after the layers."""
-        return self._pipeline is not None and self._pipeline.after is not None
+        return self._pipeline.after is not None
 
     def _step(
         self,
@@ -142,18 +142,18 @@ class NativeModel:
             sent=_address(sent),
         )
         self._compute(native_step)
-        if self._pipeline is not None and received is not None:
+        if received is not None:
             self._pipeline.taken()
-        if self._pipeline is not None and sent is not None:
+        if sent is not None:
             self._pipeline.send()
 
     def _passed(self, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Returns what the stage before has sent, and room for what the one after receives."""
         pipeline, received, sent = self._pipeline, None, None
         shape = self._num_passed * num_tokens, self._model.hidden
-        if pipeline is not None and pipeline.before is not None:
+        if pipeline.before is not None:
             received = pipeline.receive(*shape, torch.float32)
-        if pipeline is not None and pipeline.after is not None:
+        if pipeline.after is not None:
             sent = pipeline.room(*shape, torch.float32)
         return received, sent
 

@@ -157,7 +157,7 @@ class FusedModel:
         self._pool = pool
         self._attention = attention
         self._adapters = adapters
-        self._pipeline = pipeline
+        self._pipeline = pipeline or DevicePipeline()
         angles = model.rotary.layers
         self._layers = [
             _FusedLayer(layer, angles.get(index)) for index, layer in enumerate(model.layers)
@@ -216,14 +216,14 @@ class FusedModel:
         steps = step.group_steps
         for each in steps[: self._num_attention_groups]:
             self._attention.plan(each)
-        if (pipeline := self._pipeline) is None or pipeline.before is None:
+        if self._pipeline.before is None:
             residual = model.embedding.new_empty(num_tokens, config.hidden_size)
             mixed = self._mixed(step, residual)
             first_id = None if model.group is None else model.shard.first_id
             embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
             self._summed(residual)
         else:
-            residual = pipeline.arrived(num_tokens)
+            residual = self._pipeline.arrived(num_tokens)
             mixed = self._mixed(step, residual)
         if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
             self._fused(steps, residual, mixed)

@@ -170,7 +170,7 @@ class LlamaModel:
         `PerLayerInputs`."""
         self.config = config
         self.shard = shard or Shard(config)
-        self.group, self.pipeline = group, pipeline
+        self.group, self.pipeline = group, pipeline or Pipeline()
         self.stage = stage = stage or Stage(config, 0, 1)
         self._recurrence = recurrence
         reader = PartReader(weights, make_linear, config.norm)
@@ -242,7 +242,7 @@ class LlamaModel:
                 own = steps[pool.group_of(index)]
                 mixed = mixer(x, index, angles[index], *pool.layer(index), own)
             residual = layer.go_on(index, residual, mixed, step, inputs[index])
-        if self.pipeline is not None and self.pipeline.after is not None:
+        if self.pipeline.after is not None:
             passed = (residual, embedded)[: num_passed(self.config)]
             num_rows, hidden = len(passed) * len(residual), self.config.hidden_size
             torch.cat(passed, out=self.pipeline.room(num_rows, hidden, residual.dtype))
@@ -254,7 +254,7 @@ class LlamaModel:
         """The states before the first layer that is here, and those before the model's first where
         per-layer inputs are made of them: (T, hidden_size) each."""
         pipeline, num_tokens = self.pipeline, len(step.token_ids)
-        if pipeline is None or pipeline.before is None:
+        if pipeline.before is None:
             embedded = self._embed(step.token_ids)
             return embedded, embedded
         hidden, dtype = self.config.hidden_size, self.embedding.dtype
