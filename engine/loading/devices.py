@@ -3,8 +3,7 @@ says which flag to change.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from penstock.engine.executors.cuda.device import CudaGpu, Device, Processor
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import Fields
 from penstock.engine.memory.dtypes import TORCH_DTYPES
-from penstock.engine.memory.gpu_budget import MemoryBudget, out_of_memory, pool_advice, pool_bytes
+from penstock.engine.memory.gpu_budget import MemoryBudget, pool_advice, pool_bytes
 from penstock.engine.memory.hardware import computes_bfloat16
 from penstock.engine.memory.pool.kv_layout import GroupPool
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
@@ -130,17 +129,3 @@ def size_gpu_pool(
         may_shorten=config.max_model_len is None,
         advice=lambda needed: advice(needed + padding_bytes),
     )
-
-
-@contextmanager
-def out_of_memory_advice(config: EngineConfig, phases: Phases) -> Iterator[None]:
-    """Raises InvalidConfig where a GPU's memory runs out: by the phase of the start, with the flag
-    to lower."""
-    try:
-        yield
-    except RuntimeError as error:
-        # torch.OutOfMemoryError, or the driver's error where torch did not allocate.
-        if "out of memory" not in str(error).lower():
-            raise
-        logger.exception("the GPU's memory ran out")
-        raise InvalidConfig(out_of_memory(config, phases.current)) from error

@@ -29,9 +29,13 @@ from penstock.engine.memory.pool.kv_pool import (
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.memory.tiers.offload import refuse_offload
 from penstock.engine.models.fallback.check import check_model
-from penstock.engine.models.fallback.load import TransformersConfig, check_ropes, load_network
+from penstock.engine.models.fallback.load import (
+    TransformersConfig,
+    WeightCount,
+    check_ropes,
+    load_network,
+)
 from penstock.engine.models.fallback.model import TransformersModel
-from penstock.engine.models.fallback.weights import WeightCount
 from penstock.engine.models.lora.store import no_adapters
 from penstock.engine.sampling.grammar_table import load_grammars
 from penstock.engine.step.model_info import AttentionGroup, ModelInfo

@@ -1,5 +1,6 @@
 """`load`: a model in a device's memory; and `load_executor`, which then computes it."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,16 @@ from penstock.engine.executors.cpu import CpuExecutor, HostModel
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.hub.check import find_implementation
-from penstock.engine.loading.devices import out_of_memory_advice
 from penstock.engine.loading.steps import Loading, Place
+from penstock.engine.memory.gpu_budget import out_of_memory
 from penstock.engine.models.fallback.source import TransformersClass
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.errors import InvalidConfig
 
 if TYPE_CHECKING:  # which the kernels load
     from penstock.engine.executors.cuda.executor import CudaExecutor
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -60,18 +63,24 @@ def load_executor(
 
 @contextmanager
 def _advice(config: EngineConfig, device: Device, phases: Phases) -> Iterator[None]:
-    """Raises InvalidConfig where a GPU is too small for the model, or for a kernel."""
+    """Raises InvalidConfig where a GPU is too small for the model, by the phase of the start, with
+    the flag to lower; or for a kernel."""
     if not device.has_kernels:
         yield
         return
     from triton.runtime.errors import OutOfResources
 
     try:
-        with out_of_memory_advice(config, phases):
-            yield
+        yield
     except OutOfResources as error:  # mostly in float32
         raise InvalidConfig(
             f"{device.name} allows a kernel {error.limit} bytes of {error.name}, and with this "
             f"model's head size and type ours needs {error.required}; use --dtype bfloat16, or "
             "--attention-backend torch"
         ) from error
+    except RuntimeError as error:
+        # torch.OutOfMemoryError, or the driver's error where torch did not allocate.
+        if "out of memory" not in str(error).lower():
+            raise
+        logger.exception("the GPU's memory ran out")
+        raise InvalidConfig(out_of_memory(config, phases.current)) from error

@@ -20,7 +20,7 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.linear import Linear, MakeLinear
-from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.engine.models.parts.reader import Empty, WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from penstock.engine.process.phases import Phases

@@ -27,7 +27,7 @@ from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.formats.kept import CodePolicy
-from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.scheduler.config import SchedulerConfig
 
 GB = 10**9

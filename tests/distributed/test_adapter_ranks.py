@@ -21,7 +21,7 @@ from penstock.engine.ipc.supervisor import EndCause
 from penstock.engine.loading import cpu
 from penstock.engine.loading.ranks import build_ranks
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.types import Request, RequestId, RequestOutput

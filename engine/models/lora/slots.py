@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.kernels.adapters import BAND, LowRanks, add_low_rank
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.projections import projections
+from penstock.engine.models.lora.weights import projections
 from penstock.engine.models.parts.adapter import Adapter, Projection
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.step.device_step import AdapterTiles

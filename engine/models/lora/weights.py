@@ -1,4 +1,5 @@
-"""Reads an adapter that PEFT saved: adapter_model.safetensors beside adapter_config.json."""
+"""Reads an adapter that PEFT saved, adapter_model.safetensors beside adapter_config.json, and knows
+which linear layers of a model it may change."""
 
 import hashlib
 import re
@@ -18,7 +19,6 @@ from penstock.engine.files.tensor_files import PLAIN_DTYPES, is_finite
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.lora.peft import CONFIG, PeftConfig
-from penstock.engine.models.lora.projections import projections
 from penstock.engine.models.parts.adapter import Adapter, Change, Projection
 from penstock.engine.models.parts.tensors import Stack
 
@@ -40,6 +40,31 @@ _UNSUPPORTED = {
     ".lora_A.bias": "biases of LoRA layers",
     ".lora_B.bias": "biases of LoRA layers",
 }
+
+
+def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
+    """Those that adapters may change, by their names in a checkpoint; in order. Experts and what
+    chooses them are not among them."""
+    found: dict[str, Projection] = {}
+    for linear in model.layers[layer].tensors.linears:
+        if linear.adapters is None:
+            continue
+        start = 0
+        for matrix in linear.matrices:
+            for name in matrix.names:
+                found[name] = Projection(linear.adapters, start, *matrix.shape)
+                start += matrix.num_rows
+    return found
+
+
+def max_adapter_bytes(model: ModelConfig, rank: int, itemsize: int) -> int:
+    """Counts bytes of an adapter of this rank that changes all layers; on a GPU, of one slot."""
+    per_rank = sum(
+        each.out_features + each.in_features
+        for layer in range(model.num_layers)
+        for each in projections(model, layer).values()
+    )
+    return per_rank * rank * itemsize
 
 
 def adapter_digest(directory: Path) -> str:

@@ -12,7 +12,7 @@ from penstock.engine.config import AdapterSource, Dtype, LoraConfig, Quantizatio
 from penstock.engine.errors import UnknownAdapter
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.engine.native import compiler
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams

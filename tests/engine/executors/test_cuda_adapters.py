@@ -23,9 +23,9 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.models.lora.projections import max_adapter_bytes
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.engine.sampling.grammar_table import GrammarTable

@@ -40,7 +40,7 @@ from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.models.at_load.quantize import quantization_plan
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.formats.kept import AsStored, OnGpu
-from penstock.engine.models.lora.projections import max_adapter_bytes
+from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
