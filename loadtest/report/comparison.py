@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from penstock.loadtest.report.figures import Value
 from penstock.loadtest.report.report import METRIC_TITLES, Summary, readable_date
 from penstock.scheduler.errors import InvalidConfig
 
@@ -74,16 +75,6 @@ class Side:
         if len(self.runs) > 1:
             parts.append(f"median of {len(self.runs)} runs")
         return f"{self.paths}: {', '.join(part for part in parts if part)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The median of the runs that have it, and their range."""
-
-    middle: float
-    low: float
-    high: float
-    num: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from html import escape
 
-from penstock.loadtest.report.comparison import Cell, Comparison, Row, Value, table
-from penstock.loadtest.report.figures import Bar, Bars
+from penstock.loadtest.report.comparison import Cell, Comparison, Row, table
+from penstock.loadtest.report.figures import Bars
 from penstock.loadtest.report.html import figures_html, page, paragraphs
 from penstock.loadtest.report.report import METRIC_TITLES
 
@@ -65,11 +65,5 @@ def _bars(
         title=title,
         x_label=x_label,
         names=comparison.names,
-        groups=[(name, [_bar(value) for value in row.values]) for name, row in rows],
+        groups=[(name, row.values) for name, row in rows],
     )
-
-
-def _bar(value: Value | None) -> Bar | None:
-    if value is None:
-        return None
-    return Bar(value=value.middle, low=value.low, high=value.high)

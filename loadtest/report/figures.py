@@ -81,13 +81,14 @@ class Timeline:
     rows: list[list[Span]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """low, high: the range of repeated runs; both are the value for a single one."""
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The median of repeated runs, and their range; all three are the value of a single run."""
 
-    value: float
+    middle: float
     low: float
     high: float
+    num: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Bars:
     title: str
     x_label: str
     names: list[str]
-    groups: list[tuple[str, list[Bar | None]]]
+    groups: list[tuple[str, list[Value | None]]]
 
 
 Figure: TypeAlias = Lines | Timeline

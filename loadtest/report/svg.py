@@ -6,7 +6,16 @@ A drawing is as wide as one column of the page, so that its text is readable in 
 import math
 from html import escape
 
-from penstock.loadtest.report.figures import PARTS, Bar, Bars, Figure, Lines, Mark, Series, Timeline
+from penstock.loadtest.report.figures import (
+    PARTS,
+    Bars,
+    Figure,
+    Lines,
+    Mark,
+    Series,
+    Timeline,
+    Value,
+)
 
 NUM_COLOURS = 5
 WIDTH, HEIGHT = 480, 270
@@ -147,17 +156,17 @@ def _bars(figure: Bars) -> str:
     return _svg(figure.title, height, "".join(parts))
 
 
-def _bar(bar: Bar, index: int, top: float, x: _Scale) -> str:
+def _bar(bar: Value, index: int, top: float, x: _Scale) -> str:
     middle, left = top + BAR_HEIGHT / 2, x(0)
     parts = [
         f'<rect class="f{index}" x="{left:.1f}" y="{top + 1:.1f}" height="{BAR_HEIGHT - 3}" '
-        f'width="{max(0.3, x(bar.value) - left):.1f}"/>'
+        f'width="{max(0.3, x(bar.middle) - left):.1f}"/>'
     ]
     if bar.high > bar.low:
         ends = f"M{x(bar.low):.1f} {middle:.1f}H{x(bar.high):.1f}"
         parts.append(f'<path class="range" d="{ends}"/>')
-    end = max(x(bar.value), x(bar.high))
-    parts.append(_text(end + 4, middle + 3, short_number(bar.value), "start"))
+    end = max(x(bar.middle), x(bar.high))
+    parts.append(_text(end + 4, middle + 3, short_number(bar.middle), "start"))
     return "".join(parts)
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from penstock.loadtest.report.comparison import Value, aligned, value_of
+from penstock.loadtest.report.comparison import aligned, value_of
+from penstock.loadtest.report.figures import Value
 from penstock.loadtest.report.report import Summary
 from penstock.loadtest.report.svg import short_number
 from tests.bench.in_turns.cases import Case

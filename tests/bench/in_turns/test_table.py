@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from penstock.loadtest.report.comparison import Value
+from penstock.loadtest.report.figures import Value
 from penstock.loadtest.workload.config import PromptFormat
 from tests.bench.in_turns.cases import parse_cases
 from tests.bench.in_turns.machine import CpuUse
