@@ -94,15 +94,8 @@ class Targets:
             raise TargetOutOfReach(sequence.predicted_ttft_s, target_s)
 
     def _step_target_s(self, num_running: int) -> float | None:
-        target_s = self._itl_target_s(num_running)
-        return None if target_s is None else target_s / self._num_cohorts
-
-    def _itl_target_s(self, num_running: int) -> float | None:
-        """The tightest of the sequences that run."""
-        server_s, own = self._config.itl_target_s, self._own
-        if not own:
-            return server_s
-        tightest = min(own.values())
-        if server_s is not None and len(own) < num_running:
-            return min(tightest, server_s)
-        return tightest
+        """Returns the tightest target of the sequences that run, for one of the cohorts' steps."""
+        server_s, targets_s = self._config.itl_target_s, [*self._own.values()]
+        if server_s is not None and (not targets_s or len(targets_s) < num_running):
+            targets_s.append(server_s)
+        return min(targets_s) / self._num_cohorts if targets_s else None
