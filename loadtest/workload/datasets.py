@@ -133,15 +133,13 @@ class _MooncakeLine(msgspec.Struct):
 
 def read_mooncake(path: Path) -> Iterator[TraceRow]:
     """Mooncake's traces: one JSON object a line."""
-    for number, line in _json_lines(path):
-        row = _decode(path, number, line, _MooncakeLine)
+    for where, line in _json_lines(path):
+        row = _decode(where, line, _MooncakeLine)
         if row.input_length > 0 and row.output_length > 0:
-            yield _row_of_blocks(path, number, row, MOONCAKE_BLOCK_TOKENS)
+            yield _row_of_blocks(where, row, MOONCAKE_BLOCK_TOKENS)
 
 
-def _row_of_blocks(
-    path: Path, number: int, line: _MooncakeLine, block_tokens: int, **more: Any
-) -> TraceRow:
+def _row_of_blocks(where: str, line: _MooncakeLine, block_tokens: int, **more: Any) -> TraceRow:
     num_blocks = -(-line.input_length // block_tokens)
     try:
         return TraceRow(
@@ -153,7 +151,7 @@ def _row_of_blocks(
             **more,
         )
     except ValueError as error:
-        raise BadDataset(f"{path}, line {number}: {error}") from error
+        raise BadDataset(f"{where}: {error}") from error
 
 
 class _Recording(msgspec.Struct):
@@ -212,12 +210,12 @@ def _traffic_rows(path: Path) -> Iterator[TraceRow]:
         raise BadDataset(
             f"{path} is not a file of penstock serve --record-traffic: {_sentence(error)}"
         ) from error
-    for number, line in lines[1:]:
-        if number == lines[-1][0] and not line.endswith("\n"):
+    for where, line in lines[1:]:
+        if where == lines[-1][0] and not line.endswith("\n"):
             return
-        row = _decode(path, number, line, _TrafficLine)
+        row = _decode(where, line, _TrafficLine)
         more = {"tenant": str(row.tenant), "priority": row.priority}
-        yield _row_of_blocks(path, number, row, header.block_tokens, **more)
+        yield _row_of_blocks(where, row, header.block_tokens, **more)
 
 
 class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -232,21 +230,19 @@ def read_custom(path: Path, *, is_chat: bool) -> Iterator[TextRow]:
 
     is_chat: the endpoint is for chat, and accepts messages or text; otherwise text or token ids.
     """
-    for number, line in _json_lines(path):
-        row = _decode(path, number, line, _CustomLine)
+    for where, line in _json_lines(path):
+        row = _decode(where, line, _CustomLine)
         if (row.prompt is None) == (row.messages is None):
-            raise BadDataset(f'{path}, line {number}: give either "prompt" or "messages"')
+            raise BadDataset(f'{where}: give either "prompt" or "messages"')
         if not (row.prompt or row.messages):
-            raise BadDataset(f"{path}, line {number}: the prompt is empty")
+            raise BadDataset(f"{where}: the prompt is empty")
         if row.messages and not is_chat:
-            raise BadDataset(f"{path}, line {number}: messages require --backend openai-chat")
+            raise BadDataset(f"{where}: messages require --backend openai-chat")
         if is_chat and isinstance(row.prompt, list):
-            raise BadDataset(f"{path}, line {number}: token ids require --backend openai")
+            raise BadDataset(f"{where}: token ids require --backend openai")
         max_tokens = row.output_tokens if row.max_tokens is None else row.max_tokens
         if max_tokens is not None and max_tokens < 1:
-            raise BadDataset(
-                f"{path}, line {number}: max_tokens is {max_tokens}; it must be at least 1"
-            )
+            raise BadDataset(f"{where}: max_tokens is {max_tokens}; it must be at least 1")
         yield TextRow(prompt=row.prompt or "", messages=row.messages or None, max_tokens=max_tokens)
 
 
@@ -284,21 +280,22 @@ def _line_of(data: bytes, error: str) -> str:
     return f", line {num_before + 1}"
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _json_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields each line that is not blank, after its place in words."""
     with _open(path) as file:
         try:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, line
+                    yield f"{path}, line {number}", line
         except UnicodeDecodeError as error:
             raise BadDataset(f"{path} is not UTF-8: {error}") from error
 
 
-def _decode(path: Path, number: int, line: str, kind: type[Any]) -> Any:
+def _decode(where: str, line: str, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.MsgspecError as error:
-        raise BadDataset(f"{path}, line {number}: {_sentence(error)}") from error
+        raise BadDataset(f"{where}: {_sentence(error)}") from error
 
 
 def _sentence(error: Exception) -> str:
