@@ -211,10 +211,7 @@ def _dtype_and_library(
     config: EngineConfig, model: ModelConfig, model_dir: Path
 ) -> tuple[torch.dtype, CDLL | None]:
     dtype = choose_dtype(config.dtype, _CPU)
-    if any(model.recurrent):
-        _warn_of_torch("the compiled step has no gated delta nets")
-        return dtype, None
-    if reason := _unsupported_kv(config.kv_cache_dtype, model):
+    if reason := _lacking(config.kv_cache_dtype, model):
         _warn_of_torch(reason)
         return dtype, None
     build = partial(
@@ -240,8 +237,10 @@ def _weight_formats(
     return gguf_formats(model_dir) if is_gguf(model_dir) else model.weight_formats
 
 
-def _unsupported_kv(wanted: KVCacheDtype, model: ModelConfig) -> str | None:
-    """Why the compiled step has no such KV cache."""
+def _lacking(wanted: KVCacheDtype, model: ModelConfig) -> str | None:
+    """Says why the compiled step has no such state or KV cache, where it has none."""
+    if any(model.recurrent):
+        return "the compiled step has no gated delta nets"
     if wanted is KVCacheDtype.FP8:
         return "the compiled step has no KV cache in fp8; use --kv-cache-dtype int8"
     if wanted is KVCacheDtype.INT8 and not may_code_kv(model):

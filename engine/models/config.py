@@ -325,10 +325,6 @@ class ModelConfig:
                 yield f"{LAYER}{index}.{name}", shape, linear
         yield from self.tensors.quantizable()
 
-    def matrix_weights(self, layer: int) -> int:
-        """Elements of a layer's matrices that a checkpoint may quantize: all but routers."""
-        return sum(prod(shape) for _, shape, _ in self.layers[layer].tensors.quantizable())
-
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":
         """Reads config.json and, where there is one, generation_config.json; or a GGUF file's."""

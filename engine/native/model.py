@@ -160,18 +160,14 @@ class NativeModel:
     def _compute(self, native_step: Structure) -> None:
         """Raises RankFailed."""
         num_experts = self._library.penstock_step(self._workspace, ctypes.byref(native_step))
-        if self._group is not None:
-            self._check_ranks(self._group)
+        if (group := self._group) is not None:
+            layer, outcome = divmod(self._library.penstock_failed(self._workspace), 256)
+            if outcome:
+                phase = f"layer {self._first_layer + layer - 1}" if layer else "the embedding"
+                with group.doing.during(phase):
+                    raise group.failed("all_reduce", outcome)
         if self._model.experts.num_experts:
             self.num_experts_read = num_experts
-
-    def _check_ranks(self, group: SharedMemoryGroup) -> None:
-        """Raises RankFailed."""
-        layer, outcome = divmod(self._library.penstock_failed(self._workspace), 256)
-        if outcome:
-            phase = f"layer {self._first_layer + layer - 1}" if layer else "the embedding"
-            with group.doing.during(phase):
-                raise group.failed("all_reduce", outcome)
 
 
 def _adapted_rows(layer: Structure) -> dict[Stack, list[int]]:

@@ -131,7 +131,8 @@ def stage_starts(model: ModelConfig) -> list[int]:
 def layer_weights(model: ModelConfig) -> list[int]:
     """Returns the shares of a step's time: bytes of each layer's matrices as they are stored, or
     in 16 bits, and last those of the output layer."""
-    of_layers = [model.matrix_weights(layer) * _PLAIN_BYTES for layer in range(model.num_layers)]
+    shapes = ((shape for _, shape, _ in layer.tensors.quantizable()) for layer in model.layers)
+    of_layers = [sum(map(math.prod, own)) * _PLAIN_BYTES for own in shapes]
     for name, scheme, (rows, columns), _ in model.quantized_layers():
         index, _ = index_and_name(name)
         if index is not None:

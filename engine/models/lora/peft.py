@@ -68,7 +68,13 @@ class PeftConfig:
                 f"{fields.path}: bias is {bias!r}, and trained biases are not supported; merge the "
                 "adapter into its base model, or train one with bias 'none'"
             )
-        self._check_init(fields.get("init_lora_weights"))
+        init = fields.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+            raise AdapterRefused(
+                f"{fields.path}: init_lora_weights is {init!r}, for which the base model's own "
+                "weights were changed; convert it with PEFT's "
+                "path_initial_model_for_weight_conversion"
+            )
         self._targets = _names_or_pattern(fields, "target_modules")
         self._excluded = _names_or_pattern(fields, "exclude_modules")
         self._layers = _layers(fields)
@@ -84,14 +90,6 @@ class PeftConfig:
             raise AdapterRefused(
                 f"{fields.path}: {', '.join(unknown)} is not known here, and may change what the "
                 "adapter computes; merge the adapter into its base model"
-            )
-
-    def _check_init(self, init: object) -> None:
-        if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
-            raise AdapterRefused(
-                f"{self._fields.path}: init_lora_weights is {init!r}, for which the base model's "
-                "own weights were changed; convert it with PEFT's "
-                "path_initial_model_for_weight_conversion"
             )
 
     def applies_to(self, name: str) -> bool:

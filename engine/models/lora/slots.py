@@ -95,7 +95,7 @@ class AdapterSlots:
             for stack, changes in layer.items():
                 for change in changes:
                     own = stacks[stack]
-                    index = own.index(change.projection)
+                    index = own.indices[change.projection.start]
                     ranks[own.first_row + index] = change.rank
                     scales[own.first_row + index] = change.scale
                     own.down(slot, index)[: change.rank] = change.down
@@ -133,7 +133,7 @@ class _Stack:
         (columns,) = {each.in_features for each in stacked}
         num_slots, device = ranks.shape[1], ranks.device
         self.first_row = first_row
-        self._indices: Mapping[int, int] = {each.start: i for i, each in enumerate(stacked)}
+        self.indices: Mapping[int, int] = {each.start: i for i, each in enumerate(stacked)}
         self._max_rank = max_rank
         bands = [
             (index, first, min(first + BAND, each.end))
@@ -156,9 +156,6 @@ class _Stack:
     @property
     def num_bytes(self) -> int:
         return self.changes.down.nbytes + self.changes.up.nbytes + self.changes.bands.nbytes
-
-    def index(self, projection: Projection) -> int:
-        return self._indices[projection.start]
 
     def down(self, slot: int, index: int) -> Tensor:
         """A of one projection: (max_rank, columns)."""

@@ -53,12 +53,12 @@ class FusedAttention:
     ) -> Tensor:
         """See `FusedMixer`."""
         [heads], pages, config = projected, pool.layer(index), self._layer.config
-        if not config.has_gates:
-            self._attend(heads, attention, pages, step, out)
-            return out.flatten(1)
-        ungated = without_gates(heads, config.num_heads, config.head_dim)
+        ungated = heads
+        if config.has_gates:
+            ungated = without_gates(heads, config.num_heads, config.head_dim)
         self._attend(ungated, attention, pages, step, out)
-        apply_gates(heads, out)
+        if config.has_gates:
+            apply_gates(heads, out)
         return out.flatten(1)
 
     def _attend(
