@@ -114,6 +114,12 @@ class TensorFiles:
             raise InvalidModel(f"{self.directory / file}: {name!r}: {error}") from None
         return tensor
 
+    def place_of(self, name: str) -> str:
+        """Returns the name of the stored tensor that has this one: itself, under another prefix, or
+        a stack of experts; its own name where there is none."""
+        stack = self._stack(name)
+        return self._stored(name if stack is None else stack.name)
+
     def wrong_dtype(self, name: str, tensor: Tensor, allowed: str) -> InvalidModel:
         """allowed: the types that it may have, in words."""
         stack = self._stack(name)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, LoadFormat
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
+from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.loading.devices import check_dtype, check_quantization, log_text_only
 from penstock.engine.loading.weights import log_widening, weight_bytes, weight_source
@@ -26,6 +27,7 @@ from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.parts.reader import Empty
+from penstock.engine.models.undeclared import check_tensors
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.sampling.grammar_table import GrammarTable, load_grammars
@@ -133,6 +135,9 @@ class DecoderLoading(Loading):
         config, model = self.config, self.model
         self.dtype, self.kept = dtype, kept
         self.kv_type = kv_dtype(config.kv_cache_dtype, dtype)
+        has_safetensors = not (config.load_format is LoadFormat.DUMMY or is_gguf(self.directory))
+        if has_safetensors and self.place.rank == 0:
+            check_tensors(self.directory, self.whole)
         log_text_only(config, model)
         log_widening(model, dtype, kept)
         self.rounding = quantization_plan(config.quantization, model, dtype, plan_kept, self.stage)

@@ -314,12 +314,14 @@ class ModelConfig:
         """The name, scheme and shape of each matrix that config.json says is quantized, and the
         layer that has it."""
         if self.quantization is not None:
-            for name, shape, linear in self._quantizable():
+            for name, shape, linear in self.quantizable():
                 scheme = self.quantization.scheme_of_part(name, shape)
                 if scheme is not None:
                     yield name, scheme, shape, linear
 
-    def _quantizable(self) -> Iterator[tuple[str, tuple[int, int], LinearSpec]]:
+    def quantizable(self) -> Iterator[tuple[str, tuple[int, int], LinearSpec]]:
+        """The name and shape of each matrix that a checkpoint may quantize, and the layer that has
+        it."""
         for index, layer in enumerate(self.layers):
             for name, shape, linear in layer.tensors.quantizable():
                 yield f"{LAYER}{index}.{name}", shape, linear

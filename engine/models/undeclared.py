@@ -1,0 +1,116 @@
+"""`check_tensors`: a checkpoint has no tensors but those that its config.json implies.
+
+One that no part reads mostly means that config.json has lost a setting, such as attention_bias, or
+layers. The model would be served, and every answer would be wrong.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from penstock.engine.files.safetensors import text_model_name
+from penstock.engine.files.tensor_files import TensorFiles
+from penstock.engine.models.config import LAYER, ModelConfig, index_and_name
+from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.parts.per_layer_inputs.config import TABLE
+
+logger = logging.getLogger(__name__)
+
+# The ends of names of tensors that hold the codes of all experts of a layer.
+_STACKED_CODES = ("blocks", "scales")
+# Patterns of the names of tensors that change no answer.
+_WITHOUT_EFFECT = {
+    "tables of rotary positions, which are computed": re.compile(r".*\brotary_emb\.\w+"),
+    "masks, which are computed": re.compile(r".*\b(masked_bias|attn\.bias)"),
+    "layers that draft the tokens after the next": re.compile(r"(.*\.)?mtp\w*\..*"),
+    "scales of a quantized KV cache": re.compile(r".*\.([kqv]|kv|prob|softmax)_scale"),
+}
+_OUTPUT = "lm_head.weight"
+_TIED = "an output layer, which config.json ties to the embedding"
+_ENCODERS = "encoders of images or sound, since text alone is served"
+_ZERO_BIASES = "biases that are zero"
+_MOST_NAMES = 3  # in a message
+
+
+def check_tensors(model_dir: Path, config: ModelConfig) -> None:
+    """Logs the tensors without effect. config: of the whole model. Raises InvalidModel where there
+    are others."""
+    files = TensorFiles(model_dir)
+    others = set(files.names) - {files.place_of(name) for name in _declared(config)}
+    without_effect: dict[str, list[str]] = defaultdict(list)
+    unknown: list[str] = []
+    for stored in sorted(others - _codes(config, others)):
+        why = _without_effect(stored, config, files)
+        (unknown if why is None else without_effect[why]).append(stored)
+    for why, names in without_effect.items():
+        logger.info("%d tensors have no effect: %s (%s)", len(names), why, _shown(names))
+    if unknown:
+        raise InvalidModel(
+            f"the safetensors in {model_dir} have {_shown(unknown)}, which config.json does "
+            f"not imply{_advice(unknown, config)}; without them the answers would be wrong: use "
+            "the config.json that belongs to these weights",
+            brief="the checkpoint has tensors that config.json does not imply",
+        )
+
+
+def _declared(config: ModelConfig) -> Iterator[str]:
+    """Yields the names of all tensors of plain weights, and of stacks of codes."""
+    if config.per_layer_inputs is not None:
+        yield f"{TABLE}.weight"
+    tables = [("", config.tensors)]
+    tables += [(f"{LAYER}{index}.", layer.tensors) for index, layer in enumerate(config.layers)]
+    for prefix, table in tables:
+        for name, _, _ in table.shapes():
+            if name == _OUTPUT and config.head.is_tied:
+                continue  # the part declares what the embedding's tensor is used for
+            yield prefix + name
+            if config.quantization is not None and name.endswith(".weight"):
+                layer = name.removesuffix("weight")
+                yield from (f"{prefix}{layer}{codes}" for codes in _STACKED_CODES)
+
+
+def _codes(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Returns which of the names are tensors of layers that may be quantized. A bias is declared
+    like one of a plain layer."""
+    if config.quantization is None:
+        return set()
+    layers = {name for name, _, _ in config.quantizable()}
+    found = set()
+    for name in names:
+        layer, _, kind = _full(name).rpartition(".")
+        if layer in layers and kind != "bias":
+            found.add(name)
+    return found
+
+
+def _without_effect(stored: str, config: ModelConfig, files: TensorFiles) -> str | None:
+    """Returns in words why a tensor that no part has changes nothing; None where it may."""
+    name = _full(stored)
+    if name == _OUTPUT and config.head.is_tied:
+        return _TIED
+    if config.is_wrapped and name == stored and not name.startswith((LAYER, "lm_head.")):
+        return _ENCODERS
+    if name.endswith(".bias") and not files.get(stored).any():  # GPTQ writes one for every layer
+        return _ZERO_BIASES
+    return next((why for why, names in _WITHOUT_EFFECT.items() if names.fullmatch(name)), None)
+
+
+def _full(stored: str) -> str:
+    """The name under which a part would declare it."""
+    return f"model.{stored}" if stored.startswith("layers.") else text_model_name(stored)
+
+
+def _advice(unknown: list[str], config: ModelConfig) -> str:
+    indices = [index_and_name(_full(name))[0] for name in unknown]
+    if any(index is not None and index >= config.num_layers for index in indices):
+        return f", whose num_hidden_layers is {config.num_layers}"
+    if any(name.endswith(".bias") for name in unknown):
+        return " (as attention_bias or mlp_bias would)"
+    return ""
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
