@@ -45,6 +45,8 @@ logger = logging.getLogger("penstock")
 _UNHEARD_S = 10.0
 # Time for open requests to receive the error before the process ends too.
 _LAST_WORDS_S = 5.0
+# huggingface_hub's InferenceClient names this model where its caller names none.
+_NO_NAME = "tgi"
 
 EXIT_DRAINED = 0
 EXIT_ENGINE_DIED = 1
@@ -110,6 +112,8 @@ class Service:
         if not name or name in self.model.names:
             return self.model
         adapter = self.engine.adapters.by_name.get(name)
+        if adapter is None and name == _NO_NAME:
+            return self.model
         if adapter is None:
             raise ModelNotFound(name, self.model.name)
         return self.model.with_adapter(adapter)

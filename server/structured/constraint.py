@@ -227,10 +227,11 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
     kind = value.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        # llama.cpp takes a schema here too.
-        schema = _object_at(value, "schema", "response_format.schema")
-        return _constraint("response_format", enforced_json, schema or {"type": "object"})
+    if kind in ("json_object", "json"):
+        return _constraint("response_format", enforced_json, _object_schema(value))
+    if kind == "regex":
+        pattern = _typed("response_format.value", value.get("value"), (str,), "a string")
+        return _constraint("response_format.value", _matching, pattern)
     if kind == "json_schema":
         at = "response_format.json_schema"
         described = _object_at(value, "json_schema", at)
@@ -247,6 +248,27 @@ def _from_response_format(value: dict[str, Any]) -> Constraint | None:
         return _constraint("response_format", _tagged, value)
     message = 'response_format.type must be "text", "json_object" or "json_schema"'
     raise InvalidRequest(message, param="response_format.type")
+
+
+def _object_schema(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema beside json_object: llama.cpp calls it schema, TGI and huggingface_hub
+    call it value. Raises InvalidRequest, also for other members, of which one may be a schema."""
+    schemas = []
+    for key in sorted(value.keys() - {"type"}):
+        at = f"response_format.{key[:64]}"
+        if value[key] is not None and key not in ("schema", "value"):
+            message = f"{at} is not known; a schema is response_format.schema, or json_schema"
+            raise InvalidRequest(message, param=at)
+        schema = _object_at(value, key, at)
+        if schema is not None and schema not in schemas:
+            schemas.append(schema)
+    if len(schemas) > 1:
+        message = "response_format has two schemas, schema and value; send only one of them"
+        raise InvalidRequest(message, param="response_format.value")
+    if not schemas and value.get("type") == "json":
+        message = "response_format.value is missing; it is the schema of the answer"
+        raise InvalidRequest(message, param="response_format.value")
+    return (schemas or [{"type": "object"}])[0] or {"type": "object"}
 
 
 def _object_at(value: dict[str, Any], key: str, param: str) -> dict[str, Any] | None:

@@ -52,7 +52,15 @@ def if_then(i: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "jsn"}}, "response_format.type"),
+        ({"response_format": {"type": "json"}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "value": "{}"}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "scheme": {}}}, "response_format.scheme"),
+        (
+            {"response_format": {"type": "json", "schema": {}, "value": {"type": "object"}}},
+            "response_format.value",
+        ),
+        ({"response_format": {"type": "regex", "value": "(?=a)b"}}, "response_format.value"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},

@@ -110,6 +110,26 @@ def test_a_finished_json_object_is_an_object(server: RunningServer, fields: dict
     assert all(text_of(answer).startswith("{") for answer in answers)
 
 
+@pytest.mark.parametrize(
+    "format_",
+    [
+        {"type": "json_object", "value": SCHEMAS["const"]},  # huggingface_hub's
+        {"type": "json", "value": SCHEMAS["const"]},  # TGI's
+        {"type": "json_object", "schema": SCHEMAS["const"], "value": None},  # llama.cpp's
+    ],
+)
+def test_other_servers_ways_to_send_a_schema_are_followed(
+    server: RunningServer, format_: dict[str, Any]
+) -> None:
+    answer = server.chat(response_format=format_, max_tokens=200, model="tgi").json()
+    assert_validates(text_of(answer), SCHEMAS["const"])
+
+
+def test_a_regex_of_tgi_is_followed(server: RunningServer) -> None:
+    answer = server.chat(response_format={"type": "regex", "value": "[ab]{4}"}).json()
+    assert re.fullmatch("[ab]{4}", text_of(answer))
+
+
 def test_only_a_strict_schema_is_refused_for_an_unenforceable_keyword(
     server: RunningServer,
 ) -> None:
