@@ -83,6 +83,7 @@ class ServerConfig:
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
     log_requests: bool = False
+    strict_fields: bool = False
     metrics_alias: MetricsAlias | None = None
     otlp_traces_endpoint: str | None = None
     record_traffic: Path | None = None

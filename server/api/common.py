@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hmac
 import math
+import re
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from starlette.types import Receive
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.server.errors import InvalidApiKey, InvalidRequest
-from penstock.server.http.access import TENANT
+from penstock.server.http.access import RESPONSE_HEADERS, TENANT
 from penstock.server.http.body import BodyMemory, read_body
 from penstock.server.observability.request_log import CLIENT_GONE, note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
@@ -26,6 +27,7 @@ from penstock.server.protocol.openai import ParsedRequest
 from penstock.server.service import Service
 
 _LONG_BODY_BYTES = 1 << 16
+_MOST_LISTED = 16
 # The names that gateways use for a request's own targets.
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
@@ -38,12 +40,13 @@ Fields_co = TypeVar("Fields_co", bound=ParsedRequest, covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[Fields_co]):
-    """A request that was read, parsed and checked."""
+    """A request that was read, parsed and checked. headers: more for its response, by name."""
 
     service: Service
     model: ServedModel
     fields: Fields_co
     arrival: Arrival
+    headers: dict[str, str]
 
 
 async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
@@ -56,12 +59,25 @@ async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[F
     fields = without_collection(parse, body)
     if len(body) > _LONG_BODY_BYTES:
         await asyncio.sleep(0)  # it took tens of milliseconds, so others go first now
+    headers: dict[str, str] = http.scope[RESPONSE_HEADERS]
+    if service.config.server.strict_fields:
+        fields.check_no_field_is_ignored()
+    elif ignored := fields.ignored_fields:
+        headers["x-ignored-fields"] = _listed(ignored)
     return Received(
         service=service,
         model=service.model_named(fields.model),
         fields=fields,
         arrival=_arrival(http, arrival_s, service.config.engine.scheduler),
+        headers=headers,
     )
+
+
+def _listed(names: list[str]) -> str:
+    """The value of a header, whatever clients call their fields."""
+    shown = [re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in names[:_MOST_LISTED]]
+    more = len(names) - _MOST_LISTED
+    return ", ".join(shown) + (f", and {more} more" if more > 0 else "")
 
 
 def _arrival(http: Request, arrival_s: float, config: SchedulerConfig) -> Arrival:

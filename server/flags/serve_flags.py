@@ -383,6 +383,11 @@ GROUPS = {
             "of this machine alone, else any)",
         ),
         Flag(
+            "--strict-fields",
+            "refuse requests with fields that have no effect, as misspelt ones; else the header "
+            "x-ignored-fields of the response lists them",
+        ),
+        Flag(
             "--max-body-bytes BYTES",
             "the largest request body; a larger one gets status 413. All streams wait while it is "
             "parsed, for 3 ms per MiB at worst (default: %(default)s, 16 MiB)",

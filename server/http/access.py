@@ -20,6 +20,8 @@ from penstock.server.errors import CrossSiteRequest, InvalidApiKey, UnknownHost
 
 # In the scope: the tenant that `Access` found.
 TENANT = "penstock.tenant"
+# Likewise the headers that its route adds to a response, a dict by name.
+RESPONSE_HEADERS = "penstock.response_headers"
 # Probes of an orchestrator, which has no key: is the server alive, and may it get traffic?
 OPEN_PATHS = ("/health", "/ping", "/ready")
 

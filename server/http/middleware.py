@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
-from penstock.server.http.access import TENANT, Access, WebPages, claimed_tenant
+from penstock.server.http.access import RESPONSE_HEADERS, TENANT, Access, WebPages, claimed_tenant
 from penstock.server.observability.metrics import NO_HANDLER
 from penstock.server.observability.request_log import (
     RequestEntry,
@@ -65,6 +65,7 @@ class Middleware:
             scope = {**scope, "method": "GET"}  # uvicorn sends no body to it
         headers = Headers(scope=scope)
         scope[DIRECT_SEND] = send
+        scope[RESPONSE_HEADERS] = {}
         outgoing = _Outgoing(scope, send, self._service, _request_id(headers))
         request_id.set(outgoing.request_id)
         if not self._service.request_log.is_wanted:
@@ -131,6 +132,7 @@ class _Outgoing:
             headers["x-request-id"] = self.request_id
             if route_path(self._scope).startswith(ANTHROPIC_PATH):
                 headers["request-id"] = self.request_id  # the one that its clients read
+            headers.update(self._scope[RESPONSE_HEADERS])
             headers["x-penstock-state"] = self._service.state.value
             elapsed_ms = (time.monotonic() - self._received_s) * 1e3
             headers["openai-processing-ms"] = str(round(elapsed_ms))

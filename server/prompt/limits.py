@@ -173,7 +173,8 @@ def fit(
     num_kept, side = fields.truncate_prompt_tokens, fields.truncation_side
     kept = [truncated(prompt, num_kept, max_kept, side) for prompt in prompts]
     # A prompt that is too long is not looked at any closer; an empty prompt is never too long.
-    max_tokens = tuple(_max_tokens(wanted, len(prompt), limit, param) for prompt in kept)
+    cuts = fields.cuts_max_tokens
+    max_tokens = tuple(_max_tokens(wanted, len(prompt), limit, param, cuts) for prompt in kept)
     for prompt in kept:
         check_prompt(prompt, vocab_size, param)
     return tuple(kept), max_tokens
@@ -216,14 +217,16 @@ def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
     return InvalidRequest(message, param=param)
 
 
-def _max_tokens(wanted: int | None, num_prompt: int, limit: int, param: str) -> int:
-    """A default is reduced to what fits; a value that the client set must fit."""
+def _max_tokens(wanted: int | None, num_prompt: int, limit: int, param: str, cuts: bool) -> int:
+    """A default is reduced to what fits; a value that the client set must fit, unless `cuts`."""
     room = limit - num_prompt
     has_answer = wanted != 0
     if room < has_answer:
         raise too_long(PromptTooLong(num_prompt, limit, has_answer=has_answer), param)
     if wanted is None:
         return min(room, _COMPLETION_MAX_TOKENS) if param == "prompt" else room
+    if wanted > room and cuts:
+        return room
     if wanted > room:
         raise too_long(ContextTooLong(num_prompt, wanted, limit), param)
     return wanted

@@ -93,6 +93,7 @@ class CountTokensRequest(TranslatedRequest):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
     neutral = _NEUTRAL
+    known_extras = TranslatedRequest.known_extras | {"thread"}
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     system: str | Blocks | None = None

@@ -17,6 +17,8 @@ from penstock.server.protocol.openai import (
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
 from penstock.server.tools.rules import AnswerRules
 
+_OLDER_TOOLS = frozenset(("functions", "function_call"))
+
 
 class ContentPart(Wire):
     """A part of a message. Text and refusals are served; others are refused by their type."""
@@ -109,9 +111,8 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
 
     # But for those of `take_functions`.
-    neutral: ClassVar = {
-        k: v for k, v in NEUTRAL.items() if k not in ("functions", "function_call")
-    }
+    neutral: ClassVar = {k: v for k, v in NEUTRAL.items() if k not in _OLDER_TOOLS}
+    known_extras = GenerationFields.known_extras | _OLDER_TOOLS
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)

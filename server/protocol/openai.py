@@ -5,6 +5,7 @@ change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -21,7 +22,7 @@ from penstock.server.protocol.invalid_fields import (
     nul,
     report_unused,
 )
-from penstock.server.structured.constraint import Constraint, constraint_of
+from penstock.server.structured.constraint import SYNONYMS, Constraint, constraint_of
 from penstock.server.tools.rules import AnswerRules
 
 MAX_STOPS = 16
@@ -56,6 +57,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
 }
 
+# For a provider's bills, caches and moderation: no answer depends on them anywhere.
+ACCOUNTING = frozenset(
+    (
+        *("metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options", "prediction"),
+    )
+)
+
 Probability = Annotated[float, Field(ge=0, le=1)]  # 0 keeps the best token alone
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -88,6 +97,8 @@ class ParsedRequest(Wire):
     # Known but not supported: field -> the values that change nothing; and what to do instead.
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     hints: ClassVar[Mapping[str, str]] = {}
+    # What else it looks for in `model_extra`.
+    known_extras: ClassVar[frozenset[str]] = frozenset()
     _num_bytes: int = PrivateAttr(0)
 
     model: str | None = None
@@ -115,6 +126,30 @@ class ParsedRequest(Wire):
     def num_bytes(self) -> int:
         """The length of the body: whatever the prompt is made of, it cannot be much longer."""
         return self._num_bytes
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Names the fields of the body that have no effect, in their order: misspelt ones, and
+        those of other servers."""
+        known = self.known_extras | self.neutral.keys() | ACCOUNTING
+        return [
+            name
+            for name, value in (self.model_extra or {}).items()
+            if name not in known and value is not None and value is not False
+        ]
+
+    def check_no_field_is_ignored(self) -> None:
+        """Raises InvalidRequest, with the name that may have been meant."""
+        if not (ignored := self.ignored_fields):
+            return
+        name = ignored[0][:64]
+        known = [*type(self).model_fields, *self.known_extras, *self.neutral]
+        meant = get_close_matches(name, known, n=1)
+        message = f"{name!r} is no field that has an effect here, and this server was started with "
+        message += "--strict-fields; " + (
+            f"did you mean {meant[0]!r}?" if meant else "leave it out"
+        )
+        raise InvalidRequest(message, param=name, code="unknown_parameter")
 
     def _check(self) -> None:
         """Checks what pydantic does not. Raises InvalidRequest or UnsupportedParameter."""
@@ -148,6 +183,8 @@ class GenerationFields(PromptFields):
 
     neutral = NEUTRAL
     hints = HINTS
+    known_extras = frozenset(SYNONYMS)
+    _cuts_max_tokens: bool = PrivateAttr(False)
 
     n: int | None = Field(None, ge=1, le=MAX_N)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
@@ -241,6 +278,14 @@ class GenerationFields(PromptFields):
     def wanted_max_tokens(self) -> int | None:
         """The limit that the client set, if it did."""
         return self.max_tokens
+
+    @property
+    def cuts_max_tokens(self) -> bool:
+        """Whether a limit that is more than the context has room for is cut, and not refused."""
+        return self._cuts_max_tokens
+
+    def cut_max_tokens(self) -> None:
+        self._cuts_max_tokens = True
 
     @cached_property
     def constraint(self) -> Constraint | None:

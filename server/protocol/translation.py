@@ -29,6 +29,7 @@ class TranslatedRequest(ParsedRequest):
     """A request of an API that is served as chat completions, which check what they have too."""
 
     num_answers: ClassVar[int] = 1
+    known_extras = SHARED_FIELDS - set(UNUSED)
 
 
 def check_numbers(*values: object) -> None:

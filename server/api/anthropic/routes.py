@@ -49,7 +49,12 @@ class Messages:
         check_could_fit(model, "messages", num_messages=len(sent.messages))
         make = partial(chat_request, thinks=model.chat_format.reasoning is not None)
         fields = await off_loop(make, sent, sent.num_bytes)
-        return fields, await chat_prompts(fields, model)
+        # Its clients must send max_tokens, and have defaults that are longer than many a context.
+        fields.cut_max_tokens()
+        prompts = await chat_prompts(fields, model)
+        if (wanted := fields.wanted_max_tokens) and prompts.max_tokens[0] < wanted:
+            received.headers["x-max-tokens"] = str(prompts.max_tokens[0])
+        return fields, prompts
 
     def error_names(self, _: Received[CountTokensRequest]) -> AbstractContextManager[None]:
         return renamed_errors(CHAT_TO_MESSAGES)

@@ -158,12 +158,26 @@ def test_temperature_0_gives_the_same_message_whatever_the_seed(
     assert len(texts(temperature=1)) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_beyond_the_context_is_cut_and_a_header_says_to_what(
+    server: RunningServer, stream: bool
+) -> None:
+    body = {"model": MODEL, "messages": [USER], "stream": stream, "stop_sequences": ["a", "e"]}
+    short = server.post("/v1/messages", {**body, "max_tokens": 4})
+    assert "x-max-tokens" not in short.headers
+    answer = server.post("/v1/messages", {**body, "max_tokens": 1_000_000})
+    assert answer.status_code == 200, answer.text
+    counted = server.post("/v1/messages/count_tokens", {"model": MODEL, "messages": [USER]})
+    context = server.get(f"/v1/models/{MODEL}").json()["max_model_len"]
+    room = context - counted.json()["input_tokens"]
+    assert answer.headers["x-max-tokens"] == str(room)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 1_000_000}, "context length is"),
         ({"temperature": 1.5}, "temperature"),
         ({"system": 7}, "system must be a string or a list of text blocks"),
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\].role"),
