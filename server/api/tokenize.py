@@ -16,7 +16,7 @@ from penstock.server.api.common import (
     without_collection,
 )
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow
+from penstock.server.prompt.limits import check_could_fit, check_does_not_overflow, is_counted
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import chat_prompt, check_servable
@@ -63,11 +63,12 @@ async def tokenize(request: Request) -> Response:
     if _has_messages(body):
         fields = chat = _checked(TokenizeChatRequest, body, request)
         check_servable(chat, model.chat_format)
-        ids = (await chat_prompt(chat, model)).token_ids
+        ids = (await chat_prompt(chat, model, only_counts=True)).token_ids
     else:
         fields = text = _checked(TokenizeRequest, body, request)
         num_chars = len(text.prompt)
-        check_could_fit(model, "prompt", num_chars=num_chars)
+        if not is_counted(text.prompt):
+            check_could_fit(model, "prompt", num_chars=num_chars)
         ids = await off_loop(partial(_encode, model=model), text, num_chars)
     names_tokens = bool(fields.return_token_strs)
     content = await asyncio.to_thread(_body, ids, model, names_tokens)
@@ -103,7 +104,8 @@ def _checked(kind: type[Fields], body: bytes, request: Request) -> Fields:
 
 
 def _encode(fields: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
-    check_does_not_overflow(fields.prompt, model, "prompt")
+    if not is_counted(fields.prompt):
+        check_does_not_overflow(fields.prompt, model, "prompt")
     return model.encoder.encode(fields.prompt, add_special_tokens=fields.add_special_tokens)
 
 

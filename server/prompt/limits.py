@@ -18,6 +18,8 @@ _PIECE_CHARS = 1 << 16
 # Not more than that of English: so a text that fits is seldom tokenized twice.
 _USUAL_TOKEN_CHARS = 4
 # All prompts of a request have no more: the engine reads so many ids in 30 ms.
+# Of a text that a client only counts. It takes a hundred times its memory meanwhile.
+MAX_COUNTED_CHARS = 2**20
 MAX_TOKENS_TOGETHER = 1 << 20
 # OpenAI's default for completions; a chat's is what the context has left.
 _COMPLETION_MAX_TOKENS = 16
@@ -94,6 +96,12 @@ def tokenized_together(
         num_tokens += min(len(ids), model.max_model_len if most < 0 else most)
         check_together(num_tokens, len(together), param.partition("[")[0])
     return together
+
+
+def is_counted(text: str) -> bool:
+    """Whether a text is tokenized for a client that only counts, also where the context could not
+    hold it: not so long that it holds up others."""
+    return len(text) <= MAX_COUNTED_CHARS
 
 
 def check_does_not_overflow(text: str | list[int], model: ServedModel, param: str) -> None:

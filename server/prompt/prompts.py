@@ -57,20 +57,22 @@ class ChatPrompt:
     begun: str
 
 
-async def chat_prompt(fields: ChatCompletionRequest, model: ServedModel) -> ChatPrompt:
-    """Renders and tokenizes, in threads unless that is quick. Raises InvalidRequest."""
+async def chat_prompt(
+    fields: ChatCompletionRequest, model: ServedModel, *, only_counts: bool = False
+) -> ChatPrompt:
+    """Renders and tokenizes, in threads unless that is quick. only_counts: whether the context need
+    not hold it. Raises InvalidRequest."""
     encoder = model.encoder
     text, begun = await _rendered_chat(fields, encoder)
-    if fields.truncate_prompt_tokens is None:
-        limits.check_could_fit(model, "messages", num_chars=len(text))
-    token_ids = await off_loop(partial(_encoded_chat, fields=fields, model=model), text, len(text))
+    encode = partial(encoder.encode_prompt, add_special_tokens=bool(fields.add_special_tokens))
+    if not (only_counts and limits.is_counted(text)):
+        if fields.truncate_prompt_tokens is None:
+            limits.check_could_fit(model, "messages", num_chars=len(text))
+        encode = partial(
+            limits.tokenized, encode=encode, fields=fields, model=model, param="messages"
+        )
+    token_ids = await off_loop(encode, text, len(text))
     return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
-
-
-def _encoded_chat(text: str, fields: ChatCompletionRequest, model: ServedModel) -> tuple[int, ...]:
-    adds_special = bool(fields.add_special_tokens)
-    encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
-    return limits.tokenized(text, encode, fields, model, "messages")
 
 
 async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:

@@ -131,3 +131,25 @@ def test_a_page_that_shows_the_schema_loads_nothing_from_elsewhere(
     assert len(loaded) >= 2 and not any(":" in url or url.startswith("/") for url in loaded)
     assert all(server.get(f"/{url}").status_code == 200 for url in loaded)
     assert server.get("/docs/nothing.js").status_code == 404
+
+
+@pytest.mark.parametrize("size", [200_000, 2**20])
+def test_a_text_that_the_context_could_not_hold_is_counted(
+    server: RunningServer, size: int
+) -> None:
+    text = ("Once upon a time. " * (size // 18 + 1))[:size]
+    counted = tokenize(server, prompt=text)
+    assert counted["count"] == len(TOKENIZER.encode(text).ids) > counted["max_model_len"]
+    if size == 200_000:
+        chat = tokenize(server, messages=[{**USER, "content": text}])
+        assert chat["count"] > counted["count"]
+
+
+def test_a_text_of_more_than_a_mebibyte_is_counted_only_if_the_context_could_hold_it(
+    server: RunningServer,
+) -> None:
+    text = "Once upon a time. " * 60_000
+    for fields in ({"prompt": text}, {"messages": [{**USER, "content": text}]}):
+        response = server.post("/tokenize", fields)
+        assert response.status_code == 400
+        assert "shorten it" in response.json()["error"]["message"]
