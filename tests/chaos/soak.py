@@ -43,8 +43,8 @@ async def soak(num_requests: int, seed: int, say: Callable[[str], None] = print)
     server = RunningServer(
         *(str(DEMO_MODEL), "--served-model-name", MODEL, "--log-level", "error"),
         *("--num-threads", "1", "--kv-cache-memory-bytes", str(16 << 20)),
-        # As many as are kept at all, before memory is first looked at.
-        *("--max-stored-responses", "64"),
+        # So few that as many as are kept at all are there before memory is first looked at.
+        *("--max-stored-responses", str(min(64, num_requests // 200))),
     )
     try:
         await asyncio.to_thread(server.wait_until_ready)
