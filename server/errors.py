@@ -349,15 +349,31 @@ _APIS_NOT_SERVED = frozenset(
 )
 
 
+# The beginnings of paths that clients of OpenAI's and Anthropic's APIs ask for beside served
+# ones, and what they are told.
+_PATHS_NOT_SERVED = {
+    "/v1/chat/completions/": "chats are not stored here, so none can be retrieved, changed or "
+    "deleted; responses are, under /v1/responses",
+    "/v1/messages/batches": "this server takes no batches of messages; send each to /v1/messages",
+    "/v1/responses/compact": "this server does not compact conversations; use truncation: auto, or "
+    "leave out the oldest items",
+}
+
+
 def reply_to_unrouted(error: HTTPException, path: str, *, is_preflight: bool) -> ErrorReply:
     """For what the router refuses, where the path says more than the error."""
     reply = _reply_to_http(error)
     version, _, rest = path.removeprefix("/").partition("/")
     name = rest.partition("/")[0]
-    if error.status_code == 404 and version == "v1" and name in _APIS_NOT_SERVED:
-        text = (
-            f"this server does not serve the API under /v1/{name}; GET /docs lists what it serves"
-        )
+    if not is_preflight:
+        for beginning, text in _PATHS_NOT_SERVED.items():
+            if path.startswith(beginning):
+                return reply._replace(status=404, message=text, code="unknown_url", headers=())
+    if error.status_code == 404 and version == "v1":
+        text = "there is no such path; GET /docs lists what this server serves"
+        if name in _APIS_NOT_SERVED:
+            text = f"this server does not serve the API under /v1/{name}; GET /docs lists what it "
+            text += "serves"
         return reply._replace(message=text)
     if error.status_code == 405 and is_preflight:
         text = (

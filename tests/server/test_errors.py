@@ -237,6 +237,28 @@ def test_an_unknown_path_and_a_wrong_method_have_the_same_format(server: Running
     assert response.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("GET", "/v1/chat/completions/chatcmpl-1", "chats are not stored here"),
+        ("DELETE", "/v1/chat/completions/chatcmpl-1", "chats are not stored here"),
+        ("GET", "/v1/chat/completions/chatcmpl-1/messages", "chats are not stored here"),
+        ("POST", "/v1/messages/batches", "takes no batches of messages"),
+        ("GET", "/v1/messages/batches/b1/results", "takes no batches of messages"),
+        ("POST", "/v1/responses/compact", "does not compact conversations"),
+        ("GET", "/v1/nothing", "GET /docs lists what this server serves"),
+        ("GET", "/nothing", "the API is under /v1"),
+    ],
+)
+def test_a_path_that_is_not_served_is_a_404_that_says_what_is(
+    server: RunningServer, method: str, path: str, words: str
+) -> None:
+    response = httpx.request(method, server.url + path, json={} if method == "POST" else None)
+    error = response.json()["error"]
+    assert response.status_code == 404 and words in error["message"], response.text
+    assert "allow" not in response.headers
+
+
 def test_a_key_is_required_on_every_route_except_health() -> None:
     with running_server("--api-key", "secret") as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
