@@ -108,8 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 _FLAGS = {
-    f"--url URL = {DEFAULT_URL}": "address of the server, Penstock or any that speaks OpenAI's API "
-    "(default: %(default)s)",
+    f"--base-url, --url URL = {DEFAULT_URL}": "address of the server, Penstock or any "
+    "that speaks OpenAI's API (default: %(default)s)",
     "--model, --model-name NAME": "model to ask (default: the first that the server lists)",
     "--api-key KEY": f"if the server requires one (default: ${API_KEY_VARIABLE}, else "
     "$OPENAI_API_KEY)",
@@ -125,7 +125,7 @@ _FLAGS = {
 
 def _chat(options: argparse.Namespace) -> int:
     key = options.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
-    client = ChatClient(root_url(options.url), key)
+    client = ChatClient(root_url(options.base_url), key)
     screen = Screen(sys.stdout, sys.stderr)
     message = options.quick
     if message is None and not sys.stdin.isatty():

@@ -19,6 +19,7 @@ _CONNECT_TIMEOUT_S = 10.0
 # Before the first piece of an answer too: a long prompt on a slow machine takes minutes.
 _READ_TIMEOUT_S = 600.0
 _MAX_BODY_BYTES = 1 << 20  # of an answer that is not a stream
+_MAX_LINE_BYTES = 1 << 22  # of a stream; logprobs and long tool calls are far shorter
 
 
 class ServerUnreachable(PenstockError):
@@ -106,7 +107,7 @@ class ChatClient:
             except (ValueError, LookupError, TypeError) as error:
                 raise Refused(
                     f"{self.url}/v1/models lists no model; name one with --model, or another "
-                    "server with --url"
+                    "server with --base-url"
                 ) from error
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece]:
@@ -114,7 +115,7 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         has_ended = False
         with self._asked("POST", "/v1/chat/completions", body) as response:
-            for line in response:
+            for line in self._lines(response):
                 data = line.strip().removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
@@ -124,6 +125,16 @@ class ChatClient:
                     yield piece
         if not has_ended:  # some servers send no [DONE]
             raise ServerUnreachable(f"{self.url} closed the connection in the middle of the answer")
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        """Raises ServerUnreachable for one that does not end."""
+        while line := response.readline(_MAX_LINE_BYTES):
+            if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise ServerUnreachable(
+                    f"{self.url} sent a line of more than {_MAX_LINE_BYTES} bytes, which is no "
+                    "stream of events"
+                )
+            yield line
 
     @contextlib.contextmanager
     def _asked(
@@ -171,7 +182,7 @@ class ChatClient:
         if isinstance(error, ConnectionRefusedError | socket.gaierror):
             return (
                 f"no server answers at {self.url} ({error.strerror}); start one with "
-                "`penstock serve`, or name another with --url"
+                "`penstock serve`, or name another with --base-url"
             )
         return f"{self.url}: {str(error) or type(error).__name__}"
 

@@ -31,6 +31,7 @@ _MOST_LISTED = 16
 # The names that gateways use for a request's own targets.
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
+_TARGETS = (TTFT_HEADER, TPOT_HEADER)
 
 
 Fields = TypeVar("Fields", bound=ParsedRequest)
@@ -84,6 +85,10 @@ def _arrival(http: Request, arrival_s: float, config: SchedulerConfig) -> Arriva
     """A client may ask for slower steps than the server's target, and for faster ones only where
     the server has none: its streams are not to slow the prompts of others more than the operator
     wants. Raises InvalidRequest."""
+    for raw, _ in http.scope["headers"]:
+        if raw.startswith(b"x-slo-") and (name := raw.decode("latin-1")[:40]) not in _TARGETS:
+            message = f"the header {name} is not known; use {' or '.join(_TARGETS)}"
+            raise InvalidRequest(message, param=name)
     ttft_s, tpot_s = _seconds(http.headers, TTFT_HEADER), _seconds(http.headers, TPOT_HEADER)
     own_itl_s = tpot_s
     if tpot_s is not None and config.itl_target_s is not None:

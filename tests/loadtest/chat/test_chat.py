@@ -1,9 +1,12 @@
 """`penstock chat` as it is used: through a pipe, and in a terminal."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(url: str, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "penstock", "chat", "--url", url, *flags]
+    return [sys.executable, "-m", "penstock", "chat", "--base-url", url, *flags]
 
 
 def piped(url: str, *flags: str, text: str = "", **env: str) -> "subprocess.CompletedProcess[str]":
@@ -100,6 +103,25 @@ def test_a_quick_message_is_answered_as_its_flags_say(hello: Stub) -> None:
     }
 
 
+def test_a_line_that_does_not_end_is_refused_before_it_fills_the_memory() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def send() -> None:
+            for answer in (b"", b"data: "):  # whether it is ready; and the answer
+                with listening.accept()[0] as client, contextlib.suppress(OSError):
+                    client.recv(1 << 16)
+                    client.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer)
+                    while answer:
+                        client.sendall(b"a" * (1 << 16))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        done = piped(url, "--model", "mine", "--url", url, text="Hi")
+        thread.join()
+    assert done.returncode == 1 and "sent a line of more than" in done.stderr, done.stderr
+
+
 def test_an_empty_message_is_refused(hello: Stub) -> None:
     done = piped(hello.url, text="\n")
     assert done.returncode == 2 and "there is no message" in done.stderr
@@ -112,7 +134,7 @@ def test_without_a_server_it_says_how_to_start_one() -> None:
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == (
         f"penstock chat: error: no server answers at {url} (Connection refused); start one with "
-        "`penstock serve`, or name another with --url\n"
+        "`penstock serve`, or name another with --base-url\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Fields that nobody knows: listed in a header, or refused."""
+"""Fields and headers that nobody knows: listed in a header, or refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -79,3 +79,12 @@ def test_strict_fields_refuses_them_and_names_the_field_that_is_near(
 def test_strict_fields_holds_for_embeddings_too(strict: RunningServer) -> None:
     answer = strict.post("/v1/embeddings", {"input": "Hi", "dimension": 3})
     assert answer.status_code == 400 and "did you mean 'dimensions'?" in answer.text
+
+
+@pytest.mark.parametrize("name", ["x-slo-itl-ms", "x-slo-ttft", "x-slo-" + "a" * 200])
+def test_a_header_for_targets_that_is_not_known_is_refused(
+    server: RunningServer, name: str
+) -> None:
+    answer = server.post("/v1/completions", BODIES["/v1/completions"], headers={name: "5"})
+    assert answer.status_code == 400
+    assert "use x-slo-ttft-ms or x-slo-tpot-ms" in answer.json()["error"]["message"]
