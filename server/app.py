@@ -24,6 +24,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.api import (
     handover,
     health,
+    llama_cpp,
     models,
     openapi,
     page,
@@ -53,7 +54,10 @@ _MAX_BACKLOG = 2048
 # earlier closes during the next request, which they report as a 502.
 _KEEP_ALIVE_S = 75
 
-_ROUTES = (openai, responses, anthropic, embeddings, tokenize, handover, models, health, openapi)
+_ROUTES = (
+    *(openai, responses, anthropic, llama_cpp, embeddings, tokenize, handover, models, health),
+    openapi,
+)
 
 
 def build_app(service: Service) -> FastAPI:

@@ -18,6 +18,9 @@ RETRY_SOON_S = 2
 
 # The path where errors have Anthropic's form, and Anthropic's types; any other is a bad request.
 ANTHROPIC_PATH = "/v1/messages"
+# llama.cpp's path, whose clients know a prompt that is too long by the error's type.
+LLAMA_PATH = "/completion"
+CONTEXT_TOO_LONG = "context_length_exceeded"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -33,10 +36,19 @@ _ANTHROPIC_TYPES = {
 class InvalidRequest(PenstockError):
     """The body is not valid; `param` names the field."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        details: tuple[tuple[str, object], ...] = (),
+    ) -> None:
+        """details: by which clients of Anthropic and llama.cpp act."""
         super().__init__(message)
         self.param = param
         self.code = code
+        self.details = details
 
 
 class UnsupportedParameter(InvalidRequest):
@@ -57,10 +69,9 @@ class ThreadUnsupported(UnsupportedParameter):
     Source: `ThreadState` of @anthropic-ai/sdk 1.12.
     """
 
-    details = (("error_code", "thread_unsupported_request"), ("unsupported", ("thread",)))
-
     def __init__(self) -> None:
         super().__init__("thread", "leave it out and send the whole conversation as messages")
+        self.details = (("error_code", "thread_unsupported_request"), ("unsupported", ("thread",)))
 
 
 class GrammarFailed(InvalidRequest):
@@ -214,12 +225,21 @@ class ErrorReply(NamedTuple):
     param: str | None = None
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
-    details: tuple[tuple[str, object], ...] = ()  # only in Anthropic's form
+    details: tuple[tuple[str, object], ...] = ()  # not in OpenAI's form
 
     @property
     def body(self) -> bytes:
-        fields = {k: getattr(self, k) for k in ("message", "type", "param", "code")}
-        return msgspec.json.encode({"error": fields})
+        return msgspec.json.encode({"error": self._fields_of_openai})
+
+    @property
+    def _fields_of_openai(self) -> dict[str, object]:
+        return {k: getattr(self, k) for k in ("message", "type", "param", "code")}
+
+    @property
+    def llama_body(self) -> bytes:
+        """Of a prompt that is too long, as llama.cpp's clients know it."""
+        fields = self._fields_of_openai | {"type": "exceed_context_size_error"}
+        return msgspec.json.encode({"error": fields | dict(self.details)})
 
     @property
     def anthropic_body(self) -> bytes:
@@ -234,6 +254,8 @@ class ErrorReply(NamedTuple):
     def response(self, path: str) -> Response:
         """In the form of the API to which the path belongs."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        if path == LLAMA_PATH and self.code == CONTEXT_TOO_LONG:
+            body = self.llama_body
         headers = dict(_NO_RETRY if self._is_final else ()) | dict(self.headers)
         return Response(body, self.status, headers, media_type="application/json")
 
@@ -303,8 +325,8 @@ def reply_to(error: BaseException) -> ErrorReply:
     headers: tuple[tuple[str, str], ...] = ()
     match error:
         case InvalidRequest():
-            details = error.details if isinstance(error, ThreadUnsupported) else ()
-            return ErrorReply(400, _BAD_REQUEST, message, error.param, error.code, details=details)
+            fields = (message, error.param, error.code)
+            return ErrorReply(400, _BAD_REQUEST, *fields, details=error.details)
         case HTTPException():
             return _reply_to_http(error)
         case QueueFull():

@@ -25,6 +25,7 @@ from penstock.server.api.tokenize import DetokenizeRequest, TokenizeChatRequest,
 from penstock.server.errors import ANTHROPIC_PATH
 from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.llama_cpp import LlamaCompletionRequest
 from penstock.server.protocol.openai import CompletionRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.service import Service
@@ -59,6 +60,10 @@ _OPERATIONS = {
     ),
     "/v1/messages/count_tokens": _Operation("input_tokens", (CountTokensRequest,)),
     "/v1/embeddings": _Operation("object model data usage", (EmbeddingRequest,)),
+    "/completion": _Operation(
+        "index content stop tokens_predicted", (LlamaCompletionRequest,), streams=True
+    ),
+    "/props": _Operation("default_generation_settings total_slots model_alias"),
     **dict.fromkeys(("/v1/score", "/score"), _SCORES),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RANKING),
     "/tokenize": _Operation(

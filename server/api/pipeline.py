@@ -24,6 +24,7 @@ from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts
 from penstock.server.prompt.request_builder import build_generation_request
 from penstock.server.protocol.anthropic import MessagesRequest
+from penstock.server.protocol.llama_cpp import LlamaCompletionRequest
 from penstock.server.protocol.openai import GenerationFields, ParsedRequest
 from penstock.server.protocol.responses import ResponsesRequest
 
@@ -41,7 +42,10 @@ class Writer(EventWriter, Protocol):
 
 
 Fields = TypeVar("Fields", bound=ParsedRequest)
-AnswerFields = TypeVar("AnswerFields", bound=GenerationFields | MessagesRequest | ResponsesRequest)
+AnswerFields = TypeVar(
+    "AnswerFields",
+    bound=GenerationFields | MessagesRequest | ResponsesRequest | LlamaCompletionRequest,
+)
 
 
 class TextApi(Protocol[Fields]):

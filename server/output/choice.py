@@ -32,6 +32,7 @@ class Choice:
         self.has_stop_string = False
         self.first_token_s = 0.0
         self.last_token_s = 0.0
+        self.num_cached = 0  # tokens of its prompt that prefix hits spared, once it has ended
         self._decoder = decoder
         self._scanner = scanner
         self._includes_stop = includes_stop

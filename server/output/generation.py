@@ -339,6 +339,7 @@ class Generation:
     def _end(self, choice: Choice, output: RequestOutput) -> None:
         self._num_open -= 1
         self.usage.num_reasoning += choice.num_reasoning
+        choice.num_cached = output.num_cached_tokens
         if output.index == 0:  # the other samples of a prompt share the blocks of the first
             self.usage.num_cached += output.num_cached_tokens
         if output.finish:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
-from penstock.server.errors import InvalidRequest
+from penstock.server.errors import CONTEXT_TOO_LONG, InvalidRequest
 from penstock.server.prompt.model import ServedModel
 from penstock.server.protocol.openai import GenerationFields, PromptFields
 
@@ -47,7 +47,7 @@ def _too_many(what: str, num: int, model: ServedModel, param: str) -> InvalidReq
         f"{param} has {num} {what}, more than this model's context of {model.max_model_len} tokens "
         "can hold; shorten it"
     )
-    return InvalidRequest(message, param=param, code="context_length_exceeded")
+    return InvalidRequest(message, param=param, code=CONTEXT_TOO_LONG)
 
 
 def tokenized(
@@ -79,7 +79,7 @@ def check_together(num_tokens: int, num_prompts: int, param: str) -> None:
             f"{param} has more than {MAX_TOKENS_TOGETHER} tokens in all of its texts together; "
             "send several requests"
         )
-        raise InvalidRequest(message, param=param, code="context_length_exceeded")
+        raise InvalidRequest(message, param=param, code=CONTEXT_TOO_LONG)
 
 
 def tokenized_together(
@@ -230,15 +230,19 @@ def _max_tokens(wanted: int | None, num_prompt: int, limit: int, param: str, cut
     room = limit - num_prompt
     has_answer = wanted != 0
     if room < has_answer:
-        raise too_long(PromptTooLong(num_prompt, limit, has_answer=has_answer), param)
+        error = PromptTooLong(num_prompt, limit, has_answer=has_answer)
+        raise too_long(error, param, n_prompt_tokens=num_prompt, n_ctx=limit)
     if wanted is None:
         return min(room, _COMPLETION_MAX_TOKENS) if param == "prompt" else room
     if wanted > room and cuts:
         return room
     if wanted > room:
-        raise too_long(ContextTooLong(num_prompt, wanted, limit), param)
+        context_error = ContextTooLong(num_prompt, wanted, limit)
+        raise too_long(context_error, param, n_prompt_tokens=num_prompt, n_ctx=limit)
     return wanted
 
 
-def too_long(error: PenstockError, param: str) -> InvalidRequest:
-    return InvalidRequest(str(error), param=param, code="context_length_exceeded")
+def too_long(error: PenstockError, param: str, **counts: int) -> InvalidRequest:
+    """counts: under llama.cpp's names."""
+    details = tuple(counts.items())
+    return InvalidRequest(str(error), param=param, code=CONTEXT_TOO_LONG, details=details)

@@ -165,7 +165,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
 
     @cached_property
     def wanted_max_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_completion_tokens or super().wanted_max_tokens or None
 
     def _check(self) -> None:
         super()._check()

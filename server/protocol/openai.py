@@ -33,6 +33,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
+_UNLIMITED = 2**31 - 1  # tokens; cut to what the context has room for
 
 # Known but not supported: field -> the values that change nothing. OpenAI's first, then those that
 # users of other servers send.
@@ -216,6 +217,9 @@ class GenerationFields(PromptFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)  # -1: the most
+    # llama.cpp's.
+    n_predict: int | None = Field(None, ge=-1)
+    timings_per_token: bool | None = None
     # One of these at most: see server/structured/constraint.py. The last two are llama.cpp's.
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -277,12 +281,15 @@ class GenerationFields(PromptFields):
     @cached_property
     def wanted_max_tokens(self) -> int | None:
         """The limit that the client set, if it did."""
+        if self.max_tokens is None and self.n_predict is not None:
+            return _UNLIMITED if self.n_predict == -1 else self.n_predict
         return self.max_tokens
 
     @property
     def cuts_max_tokens(self) -> bool:
-        """Whether a limit that is more than the context has room for is cut, and not refused."""
-        return self._cuts_max_tokens
+        """Whether a limit that is more than the context has room for is cut, and not refused:
+        `n_predict` is, as at llama.cpp."""
+        return self._cuts_max_tokens or self.n_predict is not None
 
     def cut_max_tokens(self) -> None:
         self._cuts_max_tokens = True

@@ -71,7 +71,7 @@ def _renamed(
     if tool_indexes and (found := _TOOL.match(param)):
         in_chat, there = found[0], f"tools[{tool_indexes[int(found[1])]}]"
         message, param = message.replace(in_chat, there), param.replace(in_chat, there)
-    return InvalidRequest(message, param=param or None, code=error.code)
+    return InvalidRequest(message, param=param or None, code=error.code, details=error.details)
 
 
 def checked(model: type[Wire], value: object, at: str) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Generic, TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from penstock.server.api.openai.completion_writer import CompletionWriter
 from penstock.server.api.openai.writer import Head, OpenAIWriter
 from penstock.server.api.pipeline import answer_request
 from penstock.server.output.generation import Generation
+from penstock.server.output.timings import timings
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts, chat_prompts, completion_prompts
 from penstock.server.protocol.chat import ChatCompletionRequest
@@ -50,6 +52,7 @@ class OpenAIApi(Generic[Fields]):
             received.fields,
             generation.request.prompt_token_ids,
             generation.usage,
+            partial(timings, generation) if received.fields.timings_per_token else None,
         )
 
 

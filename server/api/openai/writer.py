@@ -5,7 +5,7 @@ chunk, encoding the object anew would cost more than all the rest of a stream.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -51,9 +51,10 @@ class OpenAIWriter:
         fields: GenerationFields,
         prompts: Sequence[tuple[int, ...]] = (),
         usage: Usage | None = None,
+        timings: Callable[[int], dict[str, float]] | None = None,
     ) -> None:
         """prompts: the ids of each, for return_token_ids. usage: of the generation, for chunks that
-        have the usage until then."""
+        have the usage until then. timings: of an answer that has ended, if they are wanted."""
         self._head = head
         self._vocabulary = vocabulary
         self._fields = fields
@@ -63,6 +64,7 @@ class OpenAIWriter:
             ids for ids in prompts for _ in range(self._n) if fields.return_token_ids
         ]
         self._running_usage = usage if fields.wants_running_usage else None
+        self._timings = timings
         # {"id":...,"model":...  with the brace left open
         self._chunk_head = b"data: " + encode(head.fields(self.chunk_object))[:-1] + b',"choices":['
         self._no_usage = b',"usage":null' if fields.wants_usage else b""
@@ -117,6 +119,8 @@ class OpenAIWriter:
 
     def body(self, deltas: list[OutputDelta], generation: Generation) -> list[bytes]:
         body = self.content(deltas, generation.usage)
+        if self._timings:
+            body["timings"] = self._timings(0)
         if self._fields.wanted_prompt_logprobs is not None:
             self._add_prompt_logprobs(body, self._prompt_logprobs(generation))
         return self._long_lists.encoded(body)
@@ -173,7 +177,8 @@ class OpenAIWriter:
                 return events + self._ended(delta)
             events += self._unended()
         if reason:
-            events += self._event(encode(self._closing(delta.choice) | self._ending(delta)))
+            closing = encode(self._closing(delta.choice) | self._ending(delta))
+            events += self._event(closing, self._times(delta))
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -195,7 +200,12 @@ class OpenAIWriter:
         return b',"finish_reason":null}]' + self._usage() + b"}\n\n"
 
     def _ended(self, delta: OutputDelta) -> bytes:
-        return b"," + encode(self._ending(delta))[1:] + b"]" + self._usage() + b"}\n\n"
+        end = b"," + encode(self._ending(delta))[1:] + b"]"
+        return end + self._times(delta) + self._usage() + b"}\n\n"
+
+    def _times(self, delta: OutputDelta) -> bytes:
+        """The timings of an answer, in the chunk that ends it."""
+        return b',"timings":' + encode(self._timings(delta.choice)) if self._timings else b""
 
     def _ending(self, delta: OutputDelta) -> dict[str, Any]:
         """How a choice ended. stop_reason is vLLM's: null at the model's own end, whose token

@@ -135,6 +135,8 @@ BOTH: dict[str, Row] = {
     "best_of": Row(4, lambda a, b: num_tokens(b) > num_tokens(a), beside=SAMPLED),
     "truncation_side": Row("right", other_text, beside={"truncate_prompt_tokens": 3}),
     "json_schema": Row(SCHEMA, lambda a, b: text(b).replace(" ", "") == '{"a":1}'),
+    "n_predict": Row(3, lambda a, b: num_tokens(b) == 3, beside={"max_tokens": None}),
+    "timings_per_token": Row(True, has("timings", "predicted_ms")),
 }
 
 
@@ -288,7 +290,6 @@ REFUSED_BY_BOTH: dict[str, Any] = {
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"a": {}},
     "repeat_penalty": 1.2,
-    "n_predict": 5,
     "max_new_tokens": 5,
     "stop_regex": "a",
     "lora_path": "x",
