@@ -15,7 +15,7 @@ from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
-from penstock.loadtest.bench.replay import Progress, raise_open_file_limit, replay, run
+from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.bench.results import say, settings_of, show, write
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
@@ -85,7 +85,7 @@ async def _bench(config: BenchConfig, workload: Workload) -> int:
             target,
             requests,
             max_concurrency=args.max_concurrency,
-            progress=None if args.disable_tqdm else Progress(len(requests)),
+            shows_progress=not args.disable_tqdm,
         )
     return _report(config, requests, observed, settings)
 

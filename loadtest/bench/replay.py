@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
@@ -27,57 +26,43 @@ WIDTH = 20
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.2, 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayState:
-    """How far a replay is. ttft_s: median of the latest responses; None before the first."""
+async def _show_progress(line: Callable[[float], str]) -> None:
+    """Shows a bar on stderr until cancelled: redrawn in place on a terminal, else a new line every
+    10 s. line: from the seconds that have passed to the text."""
+    is_terminal = sys.stderr.isatty()
+    begin, end = ("\r", "\x1b[K") if is_terminal else ("", "\n")
+    start_s = time.monotonic()
 
-    num_done: int
-    num_failed: int
-    num_tokens: int
-    num_open: int
-    ttft_s: float | None
+    def show() -> None:
+        print(begin + line(time.monotonic() - start_s), end=end, file=sys.stderr, flush=True)
 
-
-class Progress:
-    """A bar on stderr for a replay of `total` requests: redrawn in place on a terminal, else a new
-    line every 10 s. Stop it by cancelling `watch`."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._is_terminal = sys.stderr.isatty()
-
-    async def watch(self, state: Callable[[], ReplayState]) -> None:
-        start_s = time.monotonic()
-        try:
-            while True:
-                await asyncio.sleep(TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S)
-                self._show(state(), time.monotonic() - start_s)
-        finally:
-            if self._is_terminal:
-                self._show(state(), time.monotonic() - start_s)
-                print(file=sys.stderr)
-
-    def _show(self, state: ReplayState, elapsed_s: float) -> None:
-        start, end = ("\r", "\x1b[K") if self._is_terminal else ("", "\n")
-        text = progress_line(state, self._total, elapsed_s)
-        print(start + text, end=end, file=sys.stderr, flush=True)
+    try:
+        while True:
+            await asyncio.sleep(TERMINAL_INTERVAL_S if is_terminal else LOG_INTERVAL_S)
+            show()
+    finally:
+        if is_terminal:
+            show()
+            print(file=sys.stderr)
 
 
-def progress_line(state: ReplayState, total: int, elapsed_s: float) -> str:
-    done = state.num_done
-    filled = WIDTH * done // total
+def _progress_line(
+    results: list[RequestResult], total: int, elapsed_s: float, *, num_tokens: int, num_open: int
+) -> str:
+    num_done, num_failed = len(results), sum(result.error is not None for result in results)
+    filled = WIDTH * num_done // total
     parts = [
-        f"{'█' * filled}{'·' * (WIDTH - filled)} {done}/{total}",
-        f"{done / elapsed_s:.1f} req/s",
-        f"{state.num_tokens / elapsed_s:.0f} tok/s",
-        f"{state.num_open} in flight",
+        f"{'█' * filled}{'·' * (WIDTH - filled)} {num_done}/{total}",
+        f"{num_done / elapsed_s:.1f} req/s",
+        f"{num_tokens / elapsed_s:.0f} tok/s",
+        f"{num_open} in flight",
     ]
-    if state.ttft_s is not None:
-        parts.append(f"TTFT {state.ttft_s * 1000:.0f} ms")
-    if state.num_failed:
-        parts.append(f"{state.num_failed} failed")
-    if done:
-        parts.append(f"{elapsed_s / done * (total - done):.0f} s left")
+    if ttfts := [result.ttft_s for result in results[-NUM_RECENT:] if result.arrivals_s]:
+        parts.append(f"TTFT {median(ttfts) * 1000:.0f} ms")
+    if num_failed:
+        parts.append(f"{num_failed} failed")
+    if num_done:
+        parts.append(f"{elapsed_s / num_done * (total - num_done):.0f} s left")
     return "  ".join(parts)
 
 
@@ -86,7 +71,7 @@ async def replay(
     requests: list[TimedRequest],
     *,
     max_concurrency: int | None = None,
-    progress: Progress | None = None,
+    shows_progress: bool = False,
     on_result: Callable[[RequestResult], None] | None = None,
 ) -> Replay:
     """Sends each request when it is due, or as soon as max_concurrency allows.
@@ -105,7 +90,14 @@ async def replay(
             on_result(result)
 
     num_before = target.num_events
-    async with _watched(progress, lambda: _state(results, target, num_before)):
+
+    def line(elapsed_s: float) -> str:
+        num_tokens, num_open = target.num_events - num_before, target.num_open
+        return _progress_line(
+            results, len(requests), elapsed_s, num_tokens=num_tokens, num_open=num_open
+        )
+
+    async with _watched(line if shows_progress else None):
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         with contextlib.suppress(asyncio.CancelledError):
             await _send_all(target, requests, encoded, start_s, max_concurrency, record)
@@ -146,13 +138,11 @@ async def _send_all(
 
 
 @contextlib.asynccontextmanager
-async def _watched(
-    progress: Progress | None, state: Callable[[], ReplayState]
-) -> AsyncIterator[None]:
+async def _watched(line: Callable[[float], str] | None) -> AsyncIterator[None]:
     """Shows the progress of a replay, and keeps the collector from scanning what lives long."""
     gc.collect()
     gc.freeze()
-    watcher = None if progress is None else asyncio.create_task(progress.watch(state))
+    watcher = None if line is None else asyncio.create_task(_show_progress(line))
     try:
         yield
     finally:
@@ -160,17 +150,6 @@ async def _watched(
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-
-
-def _state(results: list[RequestResult], target: HttpTarget, num_before: int) -> ReplayState:
-    ttfts = [result.ttft_s for result in results[-NUM_RECENT:] if result.arrivals_s]
-    return ReplayState(
-        num_done=len(results),
-        num_failed=sum(result.error is not None for result in results),
-        num_tokens=target.num_events - num_before,
-        num_open=target.num_open,
-        ttft_s=median(ttfts) if ttfts else None,
-    )
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.loadtest.bench.http_target import HttpTarget
-from penstock.loadtest.bench.replay import Progress, replay
+from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.command_line import require
 from penstock.loadtest.report.report import (
     Replay,
@@ -148,8 +148,7 @@ async def sweep(
             num_prompts=config.num_requests(rate),
         )
         requests = make_requests(at_rate, count)
-        progress = Progress(len(requests)) if shows_progress else None
-        result = await _measure(target, requests, rate, config, report, progress)
+        result = await _measure(target, requests, rate, config, report, shows_progress)
         if result is None:
             return None
         results.append(result)
@@ -194,7 +193,7 @@ async def _measure(
     rate: float,
     config: SweepConfig,
     report: ReportConfig,
-    progress: Progress | None,
+    shows_progress: bool,
 ) -> RateResult | None:
     """None if interrupted."""
     num_bad_allowed = math.floor(len(requests) * (1 - config.min_ratio) + 1e-9)
@@ -208,7 +207,9 @@ async def _measure(
         if num_bad == num_bad_allowed + 1:
             task.cancel()
 
-    task = asyncio.create_task(replay(target, requests, progress=progress, on_result=judge))
+    task = asyncio.create_task(
+        replay(target, requests, shows_progress=shows_progress, on_result=judge)
+    )
     observed = await task
     is_met = num_bad <= num_bad_allowed
     if observed.is_interrupted and is_met:
