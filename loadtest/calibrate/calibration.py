@@ -21,8 +21,9 @@ from penstock.engine.step.step_times import read_calibration
 from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready
-from penstock.loadtest.workload.config import DEFAULT_VOCAB_SIZE
-from penstock.loadtest.workload.workload import TimedRequest, make_prompt
+from penstock.loadtest.bench.replay import replay
+from penstock.loadtest.workload.config import WorkloadConfig
+from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
@@ -99,25 +100,18 @@ async def measure_front_end(
 
 async def _send(target: HttpTarget, num: int, length: int, *, at_once: int) -> list[float]:
     """So many requests with answers of so many tokens; returns each TTFT in seconds."""
-    semaphore = asyncio.Semaphore(at_once)
-
-    async def send(index: int) -> float:
-        # Not seeded: what the server has seen is in its prefix cache.
-        ids = make_prompt(f"{secrets.randbits(64)}", PROBE_TOKENS, DEFAULT_VOCAB_SIZE)
-        request = TimedRequest(
-            index=index,
-            arrival_s=0.0,
-            prompt=ids,
-            num_prompt_tokens=PROBE_TOKENS,
-            max_tokens=length,
-        )
-        async with semaphore:
-            result = await target.send(request, target.encode(request), 0.0)
-        if result.error is not None or result.ttft_s is None:
-            raise TargetUnusable(f"the server refused a short request: {result.error}")
-        return result.ttft_s
-
-    return await asyncio.gather(*map(send, range(num)))
+    workload = WorkloadConfig(
+        seed=secrets.randbits(64),  # what the server has seen is in its prefix cache
+        num_prompts=num,
+        input_len=PROBE_TOKENS,
+        output_len=length,
+    )
+    observed = await replay(target, make_requests(workload), max_concurrency=at_once)
+    if observed.failed:
+        raise TargetUnusable(f"the server refused a short request: {observed.failed[0].error}")
+    if observed.is_interrupted:
+        raise asyncio.CancelledError
+    return [result.ttft_s for result in observed.results]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
