@@ -89,29 +89,19 @@ class Row:
         first, other = self.values[0], self.values[index]
         return other.middle / first.middle if first and other and first.middle else None
 
-    def is_better(self, index: int) -> bool | None:
-        """Whether this side is better than the first; None where no difference counts."""
+    def verdict(self, index: int, names: list[str]) -> tuple[str, bool | None]:
+        """The name of the better of this side and the first, or why there is none; and whether
+        this side is the better one, None where no difference counts."""
         first, other = self.values[0], self.values[index]
         if self.metric.is_higher_better is None or not (first and other):
-            return None
-        if first.middle == other.middle or self.is_within_spread(index):
-            return None
-        return (other.middle > first.middle) is self.metric.is_higher_better
-
-    def is_within_spread(self, index: int) -> bool:
-        first, other = self.values[0], self.values[index]
-        if not (first and other) or first.num + other.num == 2:
-            return False
-        return first.low <= other.high and other.low <= first.high
-
-    def verdict(self, index: int, names: list[str]) -> str:
-        """The name of the better of the two, or why there is none."""
-        first, other, is_better = self.values[0], self.values[index], self.is_better(index)
-        if is_better is not None:
-            return names[index if is_better else 0]
-        if self.metric.is_higher_better is None or not (first and other):
-            return ""
-        return SAME if first.middle == other.middle else WITHIN_SPREAD
+            return "", None
+        if first.middle == other.middle:
+            return SAME, None
+        is_repeated = first.num + other.num > 2
+        if is_repeated and first.low <= other.high and other.low <= first.high:
+            return WITHIN_SPREAD, None
+        is_better = (other.middle > first.middle) is self.metric.is_higher_better
+        return names[index if is_better else 0], is_better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +146,10 @@ def table(
     for row in comparison.rows:
         cells = [Cell(row.metric.label), value_cell(row, 0)]
         for index in range(1, len(names)):
-            ratio, is_better = row.ratio(index), row.is_better(index)
+            ratio, (verdict, is_better) = row.ratio(index), row.verdict(index, names)
             shown = "-" if ratio is None else f"{ratio:.3f}"
             cells += [value_cell(row, index), Cell(shown, True, is_better)]
-            cells.append(Cell(row.verdict(index, names), is_better=is_better))
+            cells.append(Cell(verdict, is_better=is_better))
         rows.append(cells)
     return head, rows
 

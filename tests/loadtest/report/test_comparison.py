@@ -46,10 +46,10 @@ def row(comparison: Comparison, key: str) -> Row:
 def test_more_throughput_and_less_latency_is_better() -> None:
     result = compared([{}], [{"output_throughput": 150.0, "mean_ttft_ms": 30.0}])
     throughput, latency = row(result, "output_throughput"), row(result, "mean_ttft_ms")
-    assert (throughput.ratio(1), throughput.verdict(1, result.names)) == (1.5, "B")
-    assert (latency.ratio(1), latency.verdict(1, result.names)) == (1.5, "A")
-    assert row(result, "request_throughput").verdict(1, result.names) == SAME
-    assert row(result, "completed").verdict(1, result.names) == ""
+    assert (throughput.ratio(1), throughput.verdict(1, result.names)[0]) == (1.5, "B")
+    assert (latency.ratio(1), latency.verdict(1, result.names)[0]) == (1.5, "A")
+    assert row(result, "request_throughput").verdict(1, result.names)[0] == SAME
+    assert row(result, "completed").verdict(1, result.names)[0] == ""
 
 
 def test_a_value_is_the_median_of_its_runs_and_overlapping_ranges_say_nothing() -> None:
@@ -59,17 +59,17 @@ def test_a_value_is_the_median_of_its_runs_and_overlapping_ranges_say_nothing() 
     result = compared(first, second, apart)
     throughput = row(result, "output_throughput")
     assert [value and value.middle for value in throughput.values] == [100.0, 140.0, 140.0]
-    assert throughput.verdict(1, result.names) == WITHIN_SPREAD
-    assert throughput.is_better(1) is None
-    assert throughput.verdict(2, result.names) == "C"
+    assert throughput.verdict(1, result.names)[0] == WITHIN_SPREAD
+    assert throughput.verdict(1, result.names)[1] is None
+    assert throughput.verdict(2, result.names)[0] == "C"
 
 
 def test_one_run_within_the_range_of_the_others_says_nothing() -> None:
     repeated = [{"output_throughput": value} for value in (90.0, 115.0)]
     result = compared([{}], repeated, [{"output_throughput": 101.0}])
     throughput = row(result, "output_throughput")
-    assert throughput.verdict(1, result.names) == WITHIN_SPREAD
-    assert throughput.verdict(2, result.names) == "C"
+    assert throughput.verdict(1, result.names)[0] == WITHIN_SPREAD
+    assert throughput.verdict(2, result.names)[0] == "C"
     assert "A and C are one run each" in result.notes[-1]
 
 
@@ -82,7 +82,7 @@ def test_percentiles_that_only_one_side_has_are_left_out_and_the_others_are_in_o
 def test_a_value_that_is_missing_or_not_a_number_has_no_ratio() -> None:
     result = compared([{}], [{"mean_ttft_ms": float("nan")}], [{"mean_ttft_ms": 10.0}])
     latency = row(result, "mean_ttft_ms")
-    assert (latency.ratio(1), latency.verdict(1, result.names)) == (None, "")
+    assert (latency.ratio(1), latency.verdict(1, result.names)[0]) == (None, "")
     assert latency.ratio(2) == 0.5
     assert "0.500" in comparison_text(result)
 
@@ -120,7 +120,7 @@ def test_results_without_a_common_number_cannot_be_compared() -> None:
     with pytest.raises(InvalidConfig, match="compare sweeps with sweeps"):
         compare([sweep, run])
     (rate,) = compare([sweep, Side(name="B", paths="b", runs=[{"max_request_rate": 6.0}])]).rows
-    assert rate.verdict(1, ["A", "B"]) == "B"
+    assert rate.verdict(1, ["A", "B"])[0] == "B"
 
 
 def test_the_text_has_a_row_for_each_number_and_its_columns_line_up() -> None:
