@@ -8,18 +8,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.loadtest.bench.compare import main as compare
-from penstock.loadtest.bench.config import BenchConfig, bench_config
+from penstock.loadtest.bench.config import BenchConfig, bench_config, check_writable
 from penstock.loadtest.bench.expectation import check, check_summary, check_table
-from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, make_parser
+from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, compare_parser, make_parser
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
-from penstock.loadtest.bench.results import say, settings_of, show, write
+from penstock.loadtest.bench.results import say, settings_of, show, show_text, write, write_file
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
 from penstock.loadtest.command_line import INTERRUPTED, exit_status
+from penstock.loadtest.report.comparison import compare, comparison_text, read_sides
+from penstock.loadtest.report.comparison_html import comparison_html
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import (
     Replay,
@@ -38,13 +39,27 @@ from penstock.scheduler.errors import InvalidConfig
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests succeeded, 1 if one did not, 2 for wrong flags.
 
-    With --sweep, 0 if a rate met the SLO. With --check, 1 if the plan is refuted.
+    With --sweep, 0 if a rate met the SLO. With --check, 1 if the plan is refuted. `compare`: 2 for
+    files that cannot be compared.
     """
-    if argv[:1] == ["compare"]:
-        return compare(argv[1:])
-    if argv[:1] == ["serve"]:  # as `vllm bench serve` is typed
+    command = _compare if argv[:1] == ["compare"] else _run
+    if argv[:1] in (["compare"], ["serve"]):  # as `vllm bench serve` is typed
         argv = argv[1:]
-    return exit_status(lambda: _run(argv), "penstock bench")
+    return exit_status(lambda: command(argv), "penstock bench")
+
+
+def _compare(argv: list[str]) -> int:
+    args = compare_parser().parse_args(argv)
+    if args.html is not None:
+        check_writable("--html", args.html)
+    comparison = compare(read_sides(args.results))
+    for note in comparison.notes:
+        say(note)
+    show_text(comparison_text(comparison))
+    if args.html is not None:
+        write_file(args.html, comparison_html(comparison).encode())
+        say(f"comparison written to {args.html}")
+    return 0
 
 
 def _run(argv: list[str]) -> int:

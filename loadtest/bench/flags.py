@@ -55,6 +55,14 @@ OPENAI_API_KEY is sent to it if that is set.
   penstock bench --num-prompts 64 --max-concurrency 16
   penstock bench --request-rate 4 --goodput ttft:200 tpot:50 --report out.html
   penstock bench compare before.json after.json"""
+_COMPARE_DESCRIPTION = """\
+Show results of penstock bench or vllm bench serve side by side: their values,
+the ratio to the first, and which of the two is better. With repeated runs, a
+value is their median, and a difference counts only where the ranges of the
+runs do not overlap.
+
+  penstock bench compare before.json after.json --html compared.html
+  penstock bench compare before1.json,before2.json after1.json,after2.json"""
 
 
 def make_parser() -> BenchParser:
@@ -67,6 +75,12 @@ def make_parser() -> BenchParser:
     )
     add_groups(parser, *_GROUPS)
     parser.hide_uncommon()
+    return parser
+
+
+def compare_parser() -> BenchParser:
+    parser = BenchParser(prog="penstock bench compare", description=_COMPARE_DESCRIPTION)
+    add_flags(parser, _COMPARE, results={"type": str})
     return parser
 
 
@@ -188,6 +202,11 @@ _SWEEP = {
 _CHECK = {
     "--check FILE": "a plan of penstock plan: compare what it expects with what happened, and exit "
     "with 1 where a figure is outside of its error bar",
+}
+_COMPARE = {
+    "results FILE ...": "of --save-result, or of --append-result for repeated runs; commas join "
+    "the files of repeated runs",
+    "--html FILE": "write a page too",
 }
 _GROUPS = {
     "server": _SERVER,
