@@ -128,7 +128,7 @@ async def _workload_for_model(
     The server counts them if the prompts are a few texts and there is no --tokenizer.
     """
     workload = config.workload
-    if not workload.dataset.is_file or workload.dataset.is_trace:
+    if not workload.dataset.has_texts:
         again = workload.max_model_len is not None
         return (make_workload(workload) if again else made), None
     if config.count is not None:

@@ -135,8 +135,7 @@ def _ignores_eos(args: argparse.Namespace) -> bool:
     """By default, outputs of synthetic prompts have their full length, as in vLLM."""
     if args.ignore_eos is not None:
         return bool(args.ignore_eos)
-    dataset = Dataset(args.dataset_name)
-    return dataset.is_trace or not dataset.is_file
+    return not Dataset(args.dataset_name).has_texts
 
 
 def _check_result_flags(args: argparse.Namespace) -> None:

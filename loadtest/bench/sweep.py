@@ -301,7 +301,7 @@ def caveats(result: SweepResult, workload: WorkloadConfig) -> list[str]:
             f"fewer than {MIN_REQUESTS} requests were sent at {result.met:.2f} req/s, too few to "
             "distinguish shares near 100 %: raise --sweep-seconds"
         )
-    if workload.dataset.is_file and not workload.dataset.is_trace:
+    if workload.dataset.has_texts:
         lines.append(
             "every rate sent prompts of the same file, which a prefix cache makes faster the "
             "second time: compare with the server's prefix cache off"

@@ -146,7 +146,7 @@ def _bench_command(
     words += _given(parser, args, without=("seed", "trace_speedup"))
     if args.tokenizer is not None:
         words += ["--tokenizer", str(args.tokenizer)]
-    if config.dataset.is_file and not config.dataset.is_trace:
+    if config.dataset.has_texts:
         words.append("--ignore-eos")  # answers are planned at the file's lengths
     limits = [f"{metric}:{limit:g}" for metric, limit in targets.limits_ms.items()]
     return shlex.join([*words, "--goodput", *limits, "--check", str(args.output)])

@@ -94,13 +94,12 @@ class Dataset(StrEnum):
     @property
     def is_trace(self) -> bool:
         """Lengths and times without text: prompts are synthetic; arrivals may be the trace's."""
-        return self in (
-            Dataset.AZURE,
-            Dataset.BURSTGPT,
-            Dataset.MOONCAKE,
-            Dataset.RECORDING,
-            Dataset.TRAFFIC,
-        )
+        return self.is_file and not self.has_texts
+
+    @property
+    def has_texts(self) -> bool:
+        """Conversations or prompts as text, whose tokens have to be counted."""
+        return self in (Dataset.SHAREGPT, Dataset.CUSTOM)
 
 
 class PromptFormat(StrEnum):
@@ -209,7 +208,7 @@ def cache_advice(config: WorkloadConfig) -> str:
         return "the requests share prefixes, as asked"
     if config.dataset is Dataset.MOONCAKE:
         return "the trace's requests share blocks"
-    if config.dataset in (Dataset.SHAREGPT, Dataset.CUSTOM):
+    if config.dataset.has_texts:
         return (
             "a file's prompts cost less when they are sent again; restart the server, or compare "
             "with its prefix cache off"

@@ -104,7 +104,7 @@ def make_workload(config: WorkloadConfig, count: TokenCounter = estimate_tokens)
     limit = _ContextLimit(config.max_model_len)
     if config.dataset.is_trace:
         requests = _trace_requests(config, limit)
-    elif config.dataset.is_file:
+    elif config.dataset.has_texts:
         requests = _text_requests(config, count, limit)
     else:
         requests = _synthetic_requests(config, limit)
@@ -149,18 +149,16 @@ def _synthetic_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[Ti
 
 def make_warmup_requests(config: WorkloadConfig, number: int) -> list[TimedRequest]:
     """Requests of the workload's lengths, all at once, that share no prompt prefix with it."""
-    other = replace(config, seed=-1 - config.seed)
-    requests = make_requests(replace(config, num_prompts=number))
+
+    def prompt(request: TimedRequest) -> list[int] | str:
+        key = f"{-1 - config.seed}/{request.index}/warmup"
+        ids = make_prompt(key, request.num_prompt_tokens, config.vocab_size)
+        return ids if isinstance(request.prompt, list) else _text(ids)
+
     return [
-        replace(request, arrival_s=0.0, messages=None, prompt=_warmup_prompt(other, request))
-        for request in requests
+        replace(request, arrival_s=0.0, messages=None, prompt=prompt(request))
+        for request in make_requests(replace(config, num_prompts=number))
     ]
-
-
-def _warmup_prompt(config: WorkloadConfig, request: TimedRequest) -> list[int] | str:
-    key = f"{config.seed}/{request.index}/warmup"
-    ids = make_prompt(key, request.num_prompt_tokens, config.vocab_size)
-    return ids if isinstance(request.prompt, list) else _text(ids)
 
 
 def _arrivals(config: WorkloadConfig, count: int) -> list[float]:
@@ -246,16 +244,12 @@ def _sharegpt_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[
         prompts = count([prompt for prompt, _ in some])
         outputs = count([output for _, output in some]) if length is None else [length] * len(some)
         for (prompt, _), num_prompt, num_output in zip(some, prompts, outputs, strict=True):
-            if _is_within_sharegpt_limits(num_prompt, num_output, is_length_given=bool(length)):
+            is_long_enough = num_prompt >= SHAREGPT_MIN_TOKENS and (
+                length or num_output >= SHAREGPT_MIN_TOKENS
+            )
+            is_total_allowed = num_prompt + num_output <= SHAREGPT_MAX_TOTAL
+            if is_long_enough and num_prompt <= SHAREGPT_MAX_PROMPT and is_total_allowed:
                 yield _text_request(TextRow(prompt=prompt), num_prompt, num_output)
-
-
-def _is_within_sharegpt_limits(num_prompt: int, num_output: int, *, is_length_given: bool) -> bool:
-    is_long_enough = num_prompt >= SHAREGPT_MIN_TOKENS and (
-        is_length_given or num_output >= SHAREGPT_MIN_TOKENS
-    )
-    total = num_prompt + num_output
-    return is_long_enough and num_prompt <= SHAREGPT_MAX_PROMPT and total <= SHAREGPT_MAX_TOTAL
 
 
 def _custom_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[TimedRequest]:
