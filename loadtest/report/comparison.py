@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from penstock.loadtest.report.figures import Value
-from penstock.loadtest.report.report import METRIC_TITLES, Summary, readable_date
+from penstock.loadtest.report.report import LATENCIES, METRIC_TITLES, Summary, readable_date
 from penstock.scheduler.errors import InvalidConfig
 
 MIN_SIDES, MAX_SIDES = 2, 5
@@ -27,8 +27,7 @@ _SETTINGS = (
 )
 # Totals that differ by more than this share come from other prompts or other output lengths.
 _TOTALS, _NOTABLE_SHARE = ("total_input_tokens", "total_output_tokens"), 0.02
-_LATENCIES = ("ttft", "tpot", "itl", "e2el")
-_STATISTIC = re.compile(rf"(mean|median|p\d+(?:\.\d+)?)_({'|'.join(_LATENCIES)})_ms")
+_STATISTIC = re.compile(rf"(mean|median|p\d+(?:\.\d+)?)_({'|'.join(LATENCIES)})_ms")
 WITHIN_SPREAD, SAME = "within spread", "same"
 
 
@@ -227,7 +226,7 @@ def _latency_metrics(sides: list[Side]) -> list[Metric]:
     def order(key: str) -> tuple[int, float]:
         name, metric, _ = key.split("_")
         rank = {"mean": -2.0, "median": -1.0}.get(name)
-        return _LATENCIES.index(metric), float(name[1:]) if rank is None else rank
+        return LATENCIES.index(metric), float(name[1:]) if rank is None else rank
 
     return [
         Metric(

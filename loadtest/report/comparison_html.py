@@ -2,10 +2,10 @@
 
 from html import escape
 
-from penstock.loadtest.report.comparison import Cell, Comparison, Row, table
+from penstock.loadtest.report.comparison import Cell, Comparison, table
 from penstock.loadtest.report.figures import Bars
 from penstock.loadtest.report.html import figures_html, page, paragraphs
-from penstock.loadtest.report.report import METRIC_TITLES
+from penstock.loadtest.report.report import LATENCIES, METRIC_TITLES
 
 _THROUGHPUT = {
     "output_throughput": "mean",
@@ -46,24 +46,20 @@ def _figures(comparison: Comparison) -> list[Bars]:
     """Throughput, then each latency that the results have."""
     by_key = {row.metric.key: row for row in comparison.rows}
     throughput = [(name, by_key[key]) for key, name in _THROUGHPUT.items() if key in by_key]
-    figures = [_bars(comparison, "throughput", "Output throughput", "tokens/s", throughput)]
-    for metric, (short, title) in METRIC_TITLES.items():
+    titled = [("Output throughput", "tokens/s", throughput)]
+    for metric in LATENCIES:
+        short, title = METRIC_TITLES[metric]
         rows = [
-            (key.split("_")[0], row)
-            for key, row in by_key.items()
-            if key.endswith(f"_{metric}_ms") and key.count("_") == metric.count("_") + 2
+            (key.split("_")[0], row) for key, row in by_key.items() if key.endswith(f"_{metric}_ms")
         ]
-        figures.append(_bars(comparison, metric, title, f"{short}, ms", rows))
-    return [figure for figure in figures if figure.groups]
-
-
-def _bars(
-    comparison: Comparison, slug: str, title: str, x_label: str, rows: list[tuple[str, Row]]
-) -> Bars:
-    return Bars(
-        slug=slug,
-        title=title,
-        x_label=x_label,
-        names=comparison.names,
-        groups=[(name, row.values) for name, row in rows],
-    )
+        titled.append((title, f"{short}, ms", rows))
+    return [
+        Bars(
+            title=title,
+            x_label=x_label,
+            names=comparison.names,
+            groups=[(name, row.values) for name, row in rows],
+        )
+        for title, x_label, rows in titled
+        if rows
+    ]

@@ -3,21 +3,23 @@
 Times of a replay count from when its first request was due.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.loadtest.report.report import (
+    LATENCIES,
     METRIC_TITLES,
     Replay,
     RequestResult,
     Summary,
+    concurrency,
     metric_values,
     percentile,
 )
 
 NUM_CDF_POINTS = 200
-CDF_METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_TIME_BINS = 120
 # A bin narrower than the gaps between arrivals would show the gaps and not the rate.
 MIN_BIN_S = 0.05
@@ -95,7 +97,6 @@ class Value:
 class Bars:
     """Groups of bars, one bar of a group for each of `names`; None where there is no value."""
 
-    slug: str
     title: str
     x_label: str
     names: list[str]
@@ -111,7 +112,7 @@ def figures(shown: Measurement, rates: list[Measurement]) -> list[Figure]:
     if rates:
         drawn += [_against_throughput(rates, metric) for metric in ("ttft", "tpot", "e2el")]
     done = shown.observed.completed
-    drawn += [_cdf(done, metric) for metric in CDF_METRICS]
+    drawn += [_cdf(done, metric) for metric in LATENCIES]
     drawn += [_tokens_over_time(shown.observed), _in_flight_over_time(shown.observed)]
     drawn.append(_timeline(shown.observed))
     return [figure for figure in drawn if _has_data(figure)]
@@ -222,18 +223,9 @@ def _tokens_over_time(observed: Replay) -> Lines:
 
 
 def _in_flight_over_time(observed: Replay) -> Lines:
-    start_s, (_, middles) = _start_s(observed), _bins(observed)
-    changes = sorted(
-        change
-        for result in observed.results
-        for change in ((result.sent_s - start_s, 1), (result.ended_s - start_s, -1))
-    )
-    counts, running, index = [], 0, 0
-    for middle in middles:
-        while index < len(changes) and changes[index][0] <= middle:
-            running += changes[index][1]
-            index += 1
-        counts.append(float(running))
+    _, middles = _bins(observed)
+    times_s, nums = concurrency(observed.results, _start_s(observed))
+    counts = [float(nums[bisect_right(times_s, middle)]) for middle in middles]
     drawn = Series(name="in flight", xs=middles, ys=counts, has_marks=len(middles) == 1)
     return over_time("in-flight-over-time", "Requests in flight over time", "requests", [drawn])
 

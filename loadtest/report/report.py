@@ -17,11 +17,13 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, TypeAlias
 
 Summary: TypeAlias = dict[str, Any]
 
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
 METRIC_TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
@@ -61,7 +63,7 @@ _NOTABLE_CACHED_SHARE = 0.1
 class ReportConfig:
     """The settings of a report, with vLLM's names. goodput_ms: the limit of each metric."""
 
-    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
+    metrics: tuple[str, ...] = LATENCIES
     percentiles: tuple[float, ...] = (90.0, 95.0, 99.0)
     goodput_ms: dict[str, float] | None = None
 
@@ -172,7 +174,7 @@ def summarize(replay: Replay, config: ReportConfig) -> Summary:
         "output_throughput": num_output / duration,
         "total_token_throughput": (num_input + num_output) / duration,
         "max_output_tokens_per_s": max(_peak_tokens_per_s(done), num_output / duration),
-        "max_concurrent_requests": _peak_concurrency(replay.results),
+        "max_concurrent_requests": max(concurrency(replay.results)[1]),
         "max_send_delay_ms": replay.max_send_delay_s * 1000,
         "client_cpu_share": replay.client_cpu_share,
     }
@@ -333,11 +335,13 @@ def _peak_tokens_per_s(results: list[RequestResult]) -> float:
     return max(tokens.values(), default=0.0)
 
 
-def _peak_concurrency(results: list[RequestResult]) -> int:
-    changes = [(result.sent_s, 1) for result in results]
-    changes += [(result.ended_s, -1) for result in results]
-    running = peak = 0
-    for _, change in sorted(changes):
-        running += change
-        peak = max(peak, running)
-    return peak
+def concurrency(
+    results: list[RequestResult], start_s: float = 0.0
+) -> tuple[list[float], list[int]]:
+    """When requests were sent or ended, counted from start_s, and how many were in flight after so
+    many of these changes: from 0 before the first."""
+    changes = [(result.sent_s - start_s, 1) for result in results]
+    changes += [(result.ended_s - start_s, -1) for result in results]
+    changes.sort()
+    times_s = [at_s for at_s, _ in changes]
+    return times_s, list(accumulate((change for _, change in changes), initial=0))
