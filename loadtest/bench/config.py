@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.loadtest.bench.expectation import Expectation, check_load, read_expectation
+from penstock.loadtest.bench.expectation import Expectation, read_expectation
 from penstock.loadtest.bench.flags import (
     BACKENDS,
     CHAT,
@@ -96,9 +96,7 @@ def _expectation(args: argparse.Namespace, workload: WorkloadConfig) -> Expectat
     if args.sweep or args.max_concurrency is not None:
         flag = "--sweep" if args.sweep else "--max-concurrency"
         raise InvalidConfig(f"--check cannot be combined with {flag}: a plan is of one load")
-    expected = read_expectation(args.check)
-    check_load(expected, workload)
-    return expected
+    return read_expectation(args.check, workload)
 
 
 def parse_pairs(flag: str, texts: list[str] | None) -> dict[str, str]:

@@ -73,21 +73,16 @@ def load_of(config: WorkloadConfig) -> dict[str, str]:
     }
 
 
-def read_expectation(path: Path) -> Expectation:
-    """Raises InvalidConfig."""
+def read_expectation(path: Path, config: WorkloadConfig) -> Expectation:
+    """Raises InvalidConfig, also where the load is another than the plan's."""
     try:
-        read = msgspec.json.decode(path.read_bytes(), type=_PlanFile).expectation
+        expected = msgspec.json.decode(path.read_bytes(), type=_PlanFile).expectation
     except OSError as error:
         raise InvalidConfig(f"--check {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise InvalidConfig(f"--check {path} is not a file of penstock plan: {error}") from error
-    if read is None:
+    if expected is None:
         raise InvalidConfig(f"--check {path} found no plan, so that nothing can be expected of it")
-    return read
-
-
-def check_load(expected: Expectation, config: WorkloadConfig) -> None:
-    """Raises InvalidConfig where the load is another than the plan's."""
     given = load_of(config)
     for name, value in expected.load.items():
         if given.get(name) != value:
@@ -95,6 +90,7 @@ def check_load(expected: Expectation, config: WorkloadConfig) -> None:
                 f"--check: the plan expects what happens at {name}={value}, and here it is "
                 f"{given.get(name)}; run the command that the plan ends with"
             )
+    return expected
 
 
 def check(expected: Expectation, observed: Replay) -> list[Checked]:
@@ -114,14 +110,11 @@ def check_table(checked: list[Checked]) -> str:
             f"{expected.figure:<18}{expected.value:>10.2f}  {bar:<22}{measured:>10}  "
             f"{'yes' if each.is_within else 'NO'}"
         )
-    num_outside = sum(not each.is_within for each in checked)
-    return "\n".join([*lines, "=" * 72, conclusion(len(checked), num_outside)])
-
-
-def conclusion(num: int, num_outside: int) -> str:
-    if not num_outside:
-        return f"not refuted: all {num} figures are within their error bars"
-    return f"refuted: {num_outside} of {num} figures are outside of their error bars"
+    num, num_outside = len(checked), sum(not each.is_within for each in checked)
+    conclusion = f"not refuted: all {num} figures are within their error bars"
+    if num_outside:
+        conclusion = f"refuted: {num_outside} of {num} figures are outside of their error bars"
+    return "\n".join([*lines, "=" * 72, conclusion])
 
 
 def check_summary(checked: list[Checked]) -> Summary:
