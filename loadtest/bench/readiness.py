@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed, NoTls
+from penstock.loadtest.bench.http1 import BufferedResponse, ConnectionPool, HttpFailed, NoTls
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.bench.sse import error_message_of
@@ -58,7 +58,9 @@ async def wait_until_ready(
             try:
                 async with asyncio.timeout(max(1.0, timeout_s)):
                     models = await _list_models(pool, needs_models)
-                    await _check_health(pool)
+                    # llama.cpp's server lists its model while it loads, and tells by this path
+                    # that it does. A server without the path is taken to be ready.
+                    await _fetch(pool, "/health")
                     return models
             except NoTls as error:
                 raise TargetUnusable(str(error)) from error
@@ -78,9 +80,7 @@ async def wait_until_ready(
 
 async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:
     """Raises HttpFailed if a retry may help, and TargetUnusable if not."""
-    response = await pool.fetch("GET", "/v1/models")
-    if response.status == 503:
-        raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
+    response = await _fetch(pool, "/v1/models")
     if response.status not in (200, 401, 403) and not needs_models:
         return []  # some servers have only the endpoint that is measured
     if response.status != 200:
@@ -94,14 +94,12 @@ async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:
         raise TargetUnusable(f"GET /v1/models returned no list of models: {error}") from error
 
 
-async def _check_health(pool: ConnectionPool) -> None:
-    """llama.cpp's server lists its model while it loads, and tells by /health alone that it does.
-
-    Raises HttpFailed. A server without this path is taken to be ready.
-    """
-    response = await pool.fetch("GET", "/health")
+async def _fetch(pool: ConnectionPool, path: str) -> BufferedResponse:
+    """Raises HttpFailed while the server loads."""
+    response = await pool.fetch("GET", path)
     if response.status == 503:
         raise HttpFailed(f"HTTP 503: {error_message_of(response.data)}")
+    return response
 
 
 async def warm_up(
