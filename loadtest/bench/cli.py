@@ -216,8 +216,7 @@ async def _sweep(
     if result.rates:
         shown = result.best or result.rates
         best = Measurement(summary=settings | shown[-1].summary, observed=shown[-1].observed)
-        rates = [Measurement(summary=rate.summary, observed=rate.observed) for rate in result.rates]
-        write(config.args, summary, best, rates, text, notes)
+        write(config.args, summary, best, result.rates, text, notes)
     if result.is_interrupted:
         return INTERRUPTED
     return 0 if result.met is not None else 1

@@ -106,7 +106,7 @@ def write(
     args: argparse.Namespace,
     document: Summary,
     shown: Measurement,
-    rates: list[Measurement],
+    rates: Sequence[Measurement],
     text: str,
     notes: list[str],
     *,

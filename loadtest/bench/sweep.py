@@ -14,11 +14,10 @@ from typing import Any
 from penstock.loadtest.bench.http_target import HttpTarget
 from penstock.loadtest.bench.replay import replay
 from penstock.loadtest.command_line import require
+from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import (
-    Replay,
     ReportConfig,
     RequestResult,
-    Summary,
     is_good,
     report_warnings,
     summarize,
@@ -96,14 +95,12 @@ class Bracket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RateResult:
+class RateResult(Measurement):
     """One rate of a sweep. num_planned: requests; a replay stopped early has sent fewer."""
 
     rate: float
     is_met: bool
     num_planned: int
-    summary: Summary
-    observed: Replay
 
     @property
     def num_good(self) -> int:
@@ -152,7 +149,11 @@ async def sweep(
         if result is None:
             return None
         results.append(result)
-        say(f"rate {number}: {_verdict(result)}")
+        num, word = len(result.observed.results), "meets" if result.is_met else "misses"
+        say(
+            f"rate {number}: {rate:.2f} req/s {word} the SLO "
+            f"({result.num_good} of {num} requests good)"
+        )
         warnings = report_warnings(
             result.observed, has_due_times=True, cache_advice=cache_advice(workload)
         )
@@ -264,24 +265,20 @@ def _table_row(row: RateResult) -> str:
 
 def conclusion(result: SweepResult) -> str:
     """The result in a sentence, with its confidence interval."""
-    unsure = (
-        "; interrupted before the limit was known more precisely" if result.is_interrupted else ""
-    )
+    unsure = "; interrupted before the limit was known more precisely" * result.is_interrupted
     if result.met is None:
         lowest = f"{result.missed:.2f} req/s" if result.missed is not None else "every rate"
         return f"no rate met the SLO: {lowest} missed it{unsure}"
     at = result.best
     num, num_good = sum(len(row.observed.results) for row in at), sum(row.num_good for row in at)
     low, high = wilson_interval(num_good, num)
-    sure = f"{num_good} of {num} requests good there, 95 % interval {low:.1%} to {high:.1%}"
+    sure = f"({num_good} of {num} requests good there, 95 % interval {low:.1%} to {high:.1%})"
     if result.missed is None:
-        return (
-            f"at least {result.met:.2f} req/s meet the SLO, and no rate missed it ({sure}){unsure}"
-        )
-    return (
-        f"the highest rate that meets the SLO is {result.met:.2f} req/s; {result.missed:.2f} "
-        f"missed it ({sure}){unsure}"
-    )
+        found = f"at least {result.met:.2f} req/s meet the SLO, and no rate missed it"
+    else:
+        found = f"the highest rate that meets the SLO is {result.met:.2f} req/s; "
+        found += f"{result.missed:.2f} missed it"
+    return f"{found} {sure}{unsure}"
 
 
 def caveats(result: SweepResult, workload: WorkloadConfig) -> list[str]:
@@ -320,9 +317,3 @@ def sweep_summary(result: SweepResult, config: SweepConfig) -> dict[str, Any]:
         "min_goodput_ratio": config.min_ratio,
         "sweep": rates,
     }
-
-
-def _verdict(result: RateResult) -> str:
-    num = len(result.observed.results)
-    word = "meets" if result.is_met else "misses"
-    return f"{result.rate:.2f} req/s {word} the SLO ({result.num_good} of {num} requests good)"

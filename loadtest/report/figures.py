@@ -106,7 +106,7 @@ class Bars:
 Figure: TypeAlias = Lines | Timeline
 
 
-def figures(shown: Measurement, rates: list[Measurement]) -> list[Figure]:
+def figures(shown: Measurement, rates: Sequence[Measurement]) -> list[Figure]:
     """Figures of the sweep, if any, then of one replay. Empty ones are left out."""
     drawn: list[Figure] = []
     if rates:
@@ -124,7 +124,7 @@ def _has_data(figure: Figure) -> bool:
     return any(any(series.ys) for series in figure.series)
 
 
-def _against_throughput(rates: list[Measurement], metric: str) -> Lines:
+def _against_throughput(rates: Sequence[Measurement], metric: str) -> Lines:
     """In order of the rate, so that the line bends back where more load gives less throughput.
 
     One point per rate: its last complete run. Runs that were stopped early are not on the line.
