@@ -25,7 +25,7 @@ from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.gathered import joined
-from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.fused_linear import (
     FUSED_PATH,
     FusedLinear,
@@ -55,45 +55,29 @@ from penstock.engine.step.device_step import AdapterTiles, DeviceStep
 
 
 class FusedMixer(Protocol):
-    """Mixes a layer's tokens. It waits for nothing."""
+    """Mixes the tokens of one layer. It waits for nothing, so a CUDA graph may hold it.
 
-    @property
-    def projections(self) -> list[FusedLinear]:
-        """The products of a layer's states that it reads; adapters change the first."""
-        ...
+    projections: the products of the layer's states that it reads; adapters change the first.
+    output: the product of what it gives. out_shape: of what it writes for a token.
+    """
 
-    @property
-    def output(self) -> FusedLinear:
-        """The product of what it gives."""
-        ...
+    projections: list[FusedLinear]
+    output: FusedLinear
+    out_shape: tuple[int, ...]
 
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """The shape of what it writes for a token."""
-        ...
-
-    def __call__(
-        self,
-        projected: list[Tensor],
-        index: int,
-        step: DeviceStep,
-        pool: LayerPools,
-        attention: DeviceAttention,
-        out: Tensor,
-    ) -> Tensor:
+    def __call__(self, projected: list[Tensor], step: DeviceStep, out: Tensor) -> Tensor:
         """Returns the output product's input, (T, columns), in the memory of out, (T, *out_shape).
 
-        projected: what the projections give. index: which layer it is. step: as the layer's group
-        sees it.
+        projected: what the projections give. step: as the layer's group sees it.
         """
         ...
 
 
-# By the settings of what mixes a layer's tokens; made from its layer and the angles of its heads.
-_MIXERS: Mapping[type[Part], Callable[[Any, Angles | None], FusedMixer]] = {
-    Attention: FusedAttention,
-    DeltaNet: FusedDeltaNet,
-}
+# By the settings of what mixes a layer's tokens; made from its layer, the pool, the layer's index,
+# and for attention the angles of its heads and the backend.
+_MIXERS: Mapping[
+    type[Part], Callable[[Any, LayerPools, int, Angles | None, DeviceAttention], FusedMixer]
+] = {Attention: FusedAttention, DeltaNet: FusedDeltaNet}
 # The parts that it computes.
 _PARTS = {*_MIXERS, MLP, Experts, Norms, PerLayerInput}
 
@@ -115,12 +99,16 @@ def _fuses(layer: Layer) -> bool:
 
 
 class _FusedLayer:
-    """One layer's parts."""
+    """One layer's parts. group: whose block tables it has."""
 
-    def __init__(self, layer: DecoderLayer, angles: Angles | None) -> None:
-        """angles: None where it has no attention. Raises UnsupportedWeightFormat."""
-        self.norms = layer.norms
-        self.mixer = _MIXERS[type(layer.config.mixer)](layer.mixer, angles)
+    def __init__(
+        self, model: LlamaModel, index: int, pool: LayerPools, attention: DeviceAttention
+    ) -> None:
+        """Raises UnsupportedWeightFormat."""
+        layer, angles = model.layers[index], model.rotary.layers.get(index)
+        self.norms, self.group = layer.norms, pool.group_of(index)
+        make = _MIXERS[type(layer.config.mixer)]
+        self.mixer = make(layer.mixer, pool, index, angles, attention)
         self.mlp = layer.mlp
         if layer.mlp is not None:
             self.gate_up = fused_linear(layer.mlp.gate_up)
@@ -154,17 +142,15 @@ class FusedModel:
         """
         check_parts(model.config)
         self._model = model
-        self._pool = pool
         self._attention = attention
         self._adapters = adapters
         self._pipeline = pipeline or DevicePipeline()
-        angles = model.rotary.layers
         self._layers = [
-            _FusedLayer(layer, angles.get(index)) for index, layer in enumerate(model.layers)
+            _FusedLayer(model, index, pool, attention) for index in range(len(model.layers))
         ]
         # Those before the last one with attention here: after them come recurrent states, and what
         # other stages have alone.
-        groups = [pool.group_of(index) for index in angles]
+        groups = [self._layers[index].group for index in model.rotary.layers]
         self._num_attention_groups = 1 + max(groups, default=-1)
         self._lm_head = fused_linear(model.lm_head)
         inputs = model.per_layer_inputs
@@ -302,7 +288,7 @@ class FusedModel:
             for linear in layer.mixer.projections:
                 projected.append(residual.new_empty(len(residual), linear.out_features))
                 linear.few(residual, projected[-1], norm=layer.norms.input_norm, eps=eps)
-            flat = self._mix(index, layer.mixer, projected, steps, mixed)
+            flat = layer.mixer(projected, steps[layer.group], mixed[layer.mixer.out_shape])
             layer.mixer.output.few(flat, residual, residual=before)
             self._summed(residual)
             assert layer.mlp is not None, index
@@ -330,7 +316,7 @@ class FusedModel:
             qkv, *others = mixer.projections
             projected = [self._adapted(index, Stack.QKV, qkv, normed, tiles)]
             projected += [product(linear, normed) for linear in others]
-            flat = self._mix(index, mixer, projected, steps, mixed)
+            flat = mixer(projected, steps[layer.group], mixed[mixer.out_shape])
             change = self._adapted(index, Stack.OUTPUT, mixer.output, flat, tiles)
             self._summed(change)
             post = norms.attended_norm
@@ -392,16 +378,3 @@ class FusedModel:
             assert self._adapters is not None
             self._adapters.add(index, stack, x, out, tiles)
         return out
-
-    def _mix(
-        self,
-        index: int,
-        mixer: FusedMixer,
-        projected: list[Tensor],
-        steps: list[DeviceStep],
-        mixed: dict[tuple[int, ...], Tensor],
-    ) -> Tensor:
-        """Returns the output product's input, in a buffer of `mixed`. steps: as groups of layers
-        see the step."""
-        step, out = steps[self._pool.group_of(index)], mixed[mixer.out_shape]
-        return mixer(projected, index, step, self._pool, self._attention, out)

@@ -11,7 +11,6 @@ from penstock.engine.kernels.attention.protocol import (
 )
 from penstock.engine.kernels.norm import rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
-from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.parts.attention.layer import AttentionLayer, normed_whole
@@ -20,16 +19,24 @@ from penstock.engine.step.device_step import DeviceStep, Rotation
 
 
 class FusedAttention:
-    """See `FusedMixer`. It waits for nothing, so a CUDA graph may hold it."""
+    """See `FusedMixer`."""
 
-    def __init__(self, layer: AttentionLayer, angles: Angles | None) -> None:
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        pool: LayerPools,
+        index: int,
+        angles: Angles | None,
+        attention: DeviceAttention,
+    ) -> None:
         """Raises UnsupportedWeightFormat."""
         config = layer.config
         assert angles is not None, config
         self.projections = [fused_linear(layer.qkv)]
         self.output = fused_linear(layer.output)
-        self.out_shape = config.num_heads, config.head_dim
-        self._layer = layer
+        self.out_shape: tuple[int, ...] = config.num_heads, config.head_dim
+        self._layer, self._attention = layer, attention
+        self._context = LayerContext(*pool.layer(index), config.window, layer.sinks)
         self._rotation = Rotation(
             cos=angles.cos,
             sin=angles.sin,
@@ -42,43 +49,26 @@ class FusedAttention:
             norms_values=config.norms_values,
         )
 
-    def __call__(
-        self,
-        projected: list[Tensor],
-        index: int,
-        step: DeviceStep,
-        pool: LayerPools,
-        attention: DeviceAttention,
-        out: Tensor,
-    ) -> Tensor:
+    def __call__(self, projected: list[Tensor], step: DeviceStep, out: Tensor) -> Tensor:
         """See `FusedMixer`."""
-        [heads], pages, config = projected, pool.layer(index), self._layer.config
+        [heads], config = projected, self._layer.config
         ungated = heads
         if config.has_gates:
             ungated = without_gates(heads, config.num_heads, config.head_dim)
-        self._attend(ungated, attention, pages, step, out)
+        self._attend(ungated, step, out)
         if config.has_gates:
             apply_gates(heads, out)
         return out.flatten(1)
 
-    def _attend(
-        self,
-        projected: Tensor,
-        attention: DeviceAttention,
-        pages: tuple[KVPages, KVPages],
-        step: DeviceStep,
-        out: Tensor,
-    ) -> None:
-        layer, rotation, (keys, values) = self._layer, self._rotation, pages
-        context = LayerContext(keys, values, layer.config.window, layer.sinks)
-        if layer.config.norms_whole:
+    def _attend(self, projected: Tensor, step: DeviceStep, out: Tensor) -> None:
+        attention, context, rotation = self._attention, self._context, self._rotation
+        if self._layer.config.norms_whole:
             self._norm_whole(projected)
         if step.chunk_starts is None and isinstance(attention, RotatingAttention):
             attention.rotated(projected, rotation, context, step, out)
             return
-        query = torch.empty_like(out)
-        positions, slots = step.positions, step.kv_slots
-        rotate_and_store(projected, rotation, positions, slots, keys, values, query)
+        query, pages = torch.empty_like(out), (context.keys, context.values)
+        rotate_and_store(projected, rotation, step.positions, step.kv_slots, *pages, query)
         attention(query, context, step, out)
 
     def _norm_whole(self, projected: Tensor) -> None:

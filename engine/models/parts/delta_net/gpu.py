@@ -13,29 +13,20 @@ from penstock.engine.step.device_step import DeviceStep
 
 
 class FusedDeltaNet:
-    """See `FusedMixer`. It waits for nothing, so a CUDA graph may hold it. Nothing is written for
-    tokens that only pad a graph."""
+    """See `FusedMixer`. Nothing is written for tokens that only pad a graph."""
 
-    def __init__(self, layer: DeltaNetLayer, angles: object) -> None:
-        """angles: none. Raises UnsupportedWeightFormat."""
-        self._layer = layer
+    def __init__(self, layer: DeltaNetLayer, pool: LayerPools, index: int, *_: object) -> None:
+        """Raises UnsupportedWeightFormat."""
+        self._layer, self._states = layer, pool.states(index)
         self._shape = layer.config.state_shape(num_layers=1)
         self.projections = [fused_linear(layer.qkv), fused_linear(layer.gates)]
         self.output = fused_linear(layer.output)
-        self.out_shape = (layer.config.num_values,)
+        self.out_shape: tuple[int, ...] = (layer.config.num_values,)
 
-    def __call__(
-        self,
-        projected: list[Tensor],
-        index: int,
-        step: DeviceStep,
-        pool: LayerPools,
-        attention: object,
-        out: Tensor,
-    ) -> Tensor:
+    def __call__(self, projected: list[Tensor], step: DeviceStep, out: Tensor) -> Tensor:
         """See `FusedMixer`; the states of the step's sequences in the pool are replaced."""
         net, shape, (qkv, gates) = self._layer, self._shape, projected
-        matrices, inputs = pool.states(index)
+        matrices, inputs = self._states
         mixed = convolve(shape, qkv, net.taps, step, inputs)
         both = Gates(gates, net.decay, net.bias)
         for recur in (recur_decodes, recur_chunks):
