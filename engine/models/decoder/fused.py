@@ -39,7 +39,7 @@ from penstock.engine.models.parts.attention.rotary import Angles
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.gpu import FusedDeltaNet
 from penstock.engine.models.parts.experts.config import Experts
-from penstock.engine.models.parts.experts.gpu import FusedExperts, FusedSharedExpert
+from penstock.engine.models.parts.experts.gpu import FusedExperts
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms
@@ -113,12 +113,7 @@ class _FusedLayer:
         if layer.mlp is not None:
             self.gate_up = fused_linear(layer.mlp.gate_up)
             self.down = fused_linear(layer.mlp.down)
-        self.experts = layer.experts
-        if (experts := layer.experts) is not None:
-            linears = (experts.router, experts.gate_up, experts.down)
-            self.routed = FusedExperts(experts.config, *linears, experts.factors)
-            if experts.config.shared_size:
-                self.shared = FusedSharedExpert(experts)
+        self.experts = None if layer.experts is None else FusedExperts(layer.experts)
         own = layer.per_layer_input
         self.per_layer_input = None if own is None else FusedPerLayerInput(own)
 
@@ -346,28 +341,17 @@ class FusedModel:
     ) -> Tensor:
         """Applies the MLP, the experts, or both to a layer's states, on all ranks together.
         normed: after their norm."""
-        mlp, beside, eps = layer.mlp, layer.experts, self._model.config.norm.eps
+        mlp = layer.mlp
         if mlp is None:
             assert layer.experts is not None, index
-            change = layer.routed(normed)
-            if layer.experts.config.shared_size:
-                layer.shared.add(normed, change)
-            return self._summed(change)
+            return self._summed(layer.experts(normed))
         both = self._adapted(index, Stack.GATE_UP, layer.gate_up, normed, tiles)
         active = both.new_empty(len(both), both.shape[1] // 2)
         silu_mul(both, active, is_gelu=mlp.config.activation.is_gelu)
         change = self._adapted(index, Stack.DOWN, layer.down, active, tiles)
-        if beside is None:
+        if layer.experts is None:
             return self._summed(change)
-        routed, x = torch.empty_like(residual), torch.empty_like(residual)
-        rms_norm(residual, beside.router_norm, eps, routed)
-        rms_norm(residual, beside.input_norm, eps, x)
-        given = layer.routed(x, routed)
-        if self._model.group is not None:  # one sum for both
-            change, given = self._summed(torch.stack((change, given)))
-        rms_norm(change, beside.mlp_norm, eps, change)
-        add_rms_norm(given, change, None, eps, x, post=beside.output_norm)
-        return change
+        return layer.experts.with_mlp(residual, change)
 
     def _adapted(
         self, index: int, stack: Stack, linear: FusedLinear, x: Tensor, tiles: AdapterTiles | None

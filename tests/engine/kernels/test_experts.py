@@ -1,9 +1,11 @@
 """The kernels of mixtures agree with torch, however many tokens share an expert."""
 
-from dataclasses import replace
+import zlib
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -21,8 +23,10 @@ from penstock.engine.models.parts.experts.kernels.routing import (
     route,
     tiles_of,
 )
-from penstock.engine.models.parts.experts.layer import mixed, routes
+from penstock.engine.models.parts.experts.layer import ExpertsLayer, routes
 from penstock.engine.models.parts.mlp.config import Activation
+from penstock.engine.models.parts.reader import PartReader, WeightSource
+from penstock.engine.models.parts.tensors import NormKind
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, random
 from tests.support.paths import MODEL_CONFIGS
@@ -30,6 +34,26 @@ from tests.support.weight_formats import coded
 
 HIDDEN, SIZE = 40, 24  # no whole tiles
 EXPERTS = Experts(hidden_size=HIDDEN, num_experts=5, num_per_token=2, size=SIZE, is_normed=True)
+
+
+@dataclass(frozen=True)
+class Drawn(WeightSource):
+    """Random tensors, the same for each name. is_wide: whether they are in float32, rounded to
+    dtype."""
+
+    dtype: torch.dtype
+    is_wide: bool
+
+    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+        tensor = random(*shape, seed=zlib.crc32(names[0].encode()))
+        tensor = (tensor / (4 if len(shape) == 1 else shape[1] ** 0.5)).to(self.dtype)
+        return tensor.float() if self.is_wide else tensor
+
+
+def drawn(
+    experts: Experts, dtype: torch.dtype = torch.float32, *, is_wide: bool = False
+) -> ExpertsLayer:
+    return ExpertsLayer(experts, PartReader(Drawn(dtype, is_wide), PlainLinear, NormKind()))
 
 
 @pytest.mark.parametrize("is_normed", [True, False])
@@ -68,35 +92,21 @@ def test_every_row_is_in_one_tile_with_others_of_its_expert(num_tokens: int, row
 def test_experts_give_what_torch_gives(
     num_tokens: int, dtype: torch.dtype, clamp: tuple[float, float] | None
 ) -> None:
-    def linear(rows: int, columns: int) -> PlainLinear:
-        bias = None if clamp is None else random(rows, dtype=dtype) / 4
-        return PlainLinear(random(rows, columns, dtype=dtype) / columns**0.5, bias)
-
-    def wide(layer: PlainLinear) -> PlainLinear:
-        return PlainLinear(layer.weight.float(), None if layer.bias is None else layer.bias.float())
-
-    experts = replace(EXPERTS, activation=Activation(clamp=clamp))
-    router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
-    down = linear(5 * HIDDEN, SIZE)
-    x = random(num_tokens, HIDDEN, dtype=dtype)
-    found = FusedExperts(experts, router, gate_up, down)(x)
-    logits = router(x)  # of the same rounding, so that the same experts are chosen
-    expected = mixed(experts, x.float(), logits, wide(gate_up), wide(down))
+    experts = replace(EXPERTS, activation=Activation(clamp=clamp), has_biases=clamp is not None)
+    layer, x = drawn(experts, dtype), random(num_tokens, HIDDEN, dtype=dtype)
+    found = FusedExperts(layer)(x)
+    logits = layer.router(x)  # of the same rounding, so that the same experts are chosen
+    expected = drawn(experts, dtype, is_wide=True).mixed(x.float(), logits)
     assert error(found, expected) < 5 * TOLERANCE[dtype]
 
 
 @torch.inference_mode()
-def test_experts_may_have_gelu_and_factors_and_a_router_that_reads_something_else() -> None:
-    def linear(rows: int, columns: int) -> PlainLinear:
-        return PlainLinear(random(rows, columns) / columns**0.5, None)
-
-    config = replace(EXPERTS, activation=Activation(is_gelu=True))
-    router, gate_up = linear(5, HIDDEN), linear(5 * 2 * SIZE, HIDDEN)
-    down, factors = linear(5 * HIDDEN, SIZE), random(5, seed=7)
-    x, routed = random(12, HIDDEN), random(12, HIDDEN, seed=8)
-    experts = FusedExperts(config, router, gate_up, down, factors)
-    expected = mixed(config, x, router(routed), gate_up, down, factors)
-    assert error(experts(x, routed), expected) < 5 * TOLERANCE[torch.float32]
+def test_experts_beside_an_mlp_give_what_torch_gives() -> None:
+    layer = drawn(replace(EXPERTS, activation=Activation(is_gelu=True), is_beside_mlp=True))
+    states, given = random(12, HIDDEN), random(12, HIDDEN, seed=8)
+    expected = layer.with_mlp(states, given)
+    found = FusedExperts(layer).with_mlp(states, given)
+    assert error(found, expected) < 5 * TOLERANCE[torch.float32]
 
 
 def test_a_gpu_keeps_no_codes_of_a_mixture() -> None:
@@ -112,7 +122,7 @@ def test_a_gpu_keeps_no_codes_of_a_mixture() -> None:
 
 
 def test_experts_in_codes_are_refused_by_name() -> None:
-    router = PlainLinear(random(5, HIDDEN), None)
-    gate_up = coded(8, 8)(random(5 * 2 * SIZE, HIDDEN).cpu(), None)
+    layer = drawn(EXPERTS)
+    layer.gate_up = coded(8, 8)(random(5 * 2 * SIZE, HIDDEN).cpu(), None)
     with pytest.raises(UnsupportedWeightFormat, match="'int8', which the GPU's step for experts"):
-        FusedExperts(EXPERTS, router, gate_up, gate_up)
+        FusedExperts(layer)

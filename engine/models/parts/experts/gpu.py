@@ -1,12 +1,13 @@
 """A layer's experts on the GPU: five kernels of few tokens, and a sort before them of more."""
 
+import torch
 from torch import Tensor
 
 from penstock.engine.kernels.activation import add_gated, silu_mul
+from penstock.engine.kernels.norm import add_rms_norm, rms_norm
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.fused_linear import fused_linear, product
 from penstock.engine.models.layers.linear import Linear, PlainLinear
-from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.kernels.products import down, gate_up
 from penstock.engine.models.parts.experts.kernels.routing import route, tiles_of
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
@@ -15,57 +16,57 @@ EXPERTS_PATH = "the GPU's step for experts"
 
 
 class FusedExperts:
-    """It waits for nothing, so a CUDA graph may hold it. Tokens that only pad a graph are routed as
-    others are."""
-
-    def __init__(
-        self,
-        experts: Experts,
-        router: Linear,
-        gate_up: Linear,
-        down: Linear,
-        factors: Tensor | None = None,
-    ) -> None:
-        """gate_up, down: see `ExpertsLayer`. factors: as of `route`. Raises
-        UnsupportedWeightFormat."""
-        self._experts = experts
-        self._factors = factors
-        self._router = fused_linear(router)
-        self._gate_up, self._down = plain(gate_up), plain(down)
-
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """Returns the sum of each token's experts: (T, hidden_size). routed: the router's input,
-        where that is not x."""
-        experts = self._experts
-        logits = product(self._router, x if routed is None else routed)
-        routes = route(
-            logits, experts.num_per_token, is_normed=experts.is_normed, factors=self._factors
-        )
-        tiles = tiles_of(routes.experts, experts.num_experts)
-        active = x.new_empty(len(tiles.order), experts.size)
-        each, weight, bias = experts.num_per_token, self._gate_up.weight, self._gate_up.bias
-        by = experts.activation
-        gate_up(x, weight, bias, tiles, each, active, by.clamp, is_gelu=by.is_gelu)
-        out = x.new_empty(x.shape)
-        down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
-        return out
-
-
-class FusedSharedExpert:
-    """The expert that computes every token."""
+    """An `ExpertsLayer` on the GPU. It waits for nothing, so a CUDA graph may hold it. Tokens that
+    only pad a graph are routed as others are."""
 
     def __init__(self, layer: ExpertsLayer) -> None:
         """Raises UnsupportedWeightFormat."""
-        self._gate_up = fused_linear(layer.shared_gate_up)
-        self._down = fused_linear(layer.shared_down)
-        self._gate = plain(layer.shared_gate)
+        self._layer = layer
+        self._router = fused_linear(layer.router)
+        self._gate_up, self._down = plain(layer.gate_up), plain(layer.down)
+        if layer.config.shared_size:
+            self._shared_gate_up = fused_linear(layer.shared_gate_up)
+            self._shared_down = fused_linear(layer.shared_down)
+            self._shared_gate = plain(layer.shared_gate)
 
-    def add(self, x: Tensor, out: Tensor) -> None:
-        """Adds what it makes of each token, by the weight that its gate gives: (T, hidden_size)."""
-        both = product(self._gate_up, x)
-        active = x.new_empty(len(x), both.shape[1] // 2)
-        silu_mul(both, active)
-        add_gated(x, self._gate.weight, product(self._down, active), out)
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns its output for x, (T, hidden_size), on this rank."""
+        out = self._mixed(x, product(self._router, x))
+        if self._layer.config.shared_size:
+            both = product(self._shared_gate_up, x)
+            active = x.new_empty(len(x), both.shape[1] // 2)
+            silu_mul(both, active)
+            add_gated(x, self._shared_gate.weight, product(self._shared_down, active), out)
+        return out
+
+    def with_mlp(self, states: Tensor, given: Tensor) -> Tensor:
+        """See `ExpertsLayer`; it is written to `given`."""
+        layer, eps = self._layer, self._layer.eps
+        routed, x = torch.empty_like(states), torch.empty_like(states)
+        rms_norm(states, layer.router_norm, eps, routed)
+        rms_norm(states, layer.input_norm, eps, x)
+        change = self._mixed(x, product(self._router, routed))
+        if layer.group is not None:  # one sum for both
+            both = torch.stack((given, change))
+            layer.group.all_reduce(both)
+            given, change = both
+        rms_norm(given, layer.mlp_norm, eps, given)
+        add_rms_norm(change, given, None, eps, x, post=layer.output_norm)
+        return given
+
+    def _mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        """See `ExpertsLayer.mixed`."""
+        experts, factors = self._layer.config, self._layer.factors
+        each, activation = experts.num_per_token, experts.activation
+        routes = route(logits, each, is_normed=experts.is_normed, factors=factors)
+        tiles = tiles_of(routes.experts, experts.num_experts)
+        active = x.new_empty(len(tiles.order), experts.size)
+        weight, bias = self._gate_up.weight, self._gate_up.bias
+        is_gelu = activation.is_gelu
+        gate_up(x, weight, bias, tiles, each, active, activation.clamp, is_gelu=is_gelu)
+        out = x.new_empty(x.shape)
+        down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
+        return out
 
 
 def plain(linear: Linear) -> PlainLinear:

@@ -41,7 +41,7 @@ class ExpertsLayer(PartLayer[Experts]):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns its output for x, (T, hidden_size), on this rank."""
-        y = mixed(self.config, x, self.router(x), self.gate_up, self.down)
+        y = self.mixed(x, self.router(x))
         if not self.config.shared_size:
             return y
         active = gated(self.config.activation, *self.shared_gate_up(x).chunk(2, dim=-1))
@@ -53,10 +53,23 @@ class ExpertsLayer(PartLayer[Experts]):
         assert self.config.is_beside_mlp, self.config
         logits = self.router(rms_norm(states, self.router_norm, self.eps))
         x = rms_norm(states, self.input_norm, self.eps)
-        change = mixed(self.config, x, logits, self.gate_up, self.down, self.factors)
-        given, change = summed(self.group, torch.stack((given, change)))
+        given, change = summed(self.group, torch.stack((given, self.mixed(x, logits))))
         normed = rms_norm(given, self.mlp_norm, self.eps)
         return normed + rms_norm(change, self.output_norm, self.eps)
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Adds up the outputs of each token's experts by weight: (T, hidden_size), as x. logits: of
+        the router, (T, num_experts)."""
+        config = self.config
+        chosen, weights = routes(config, logits, self.factors)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        size, hidden = 2 * config.size, x.shape[1]
+        for expert in sorted({*chosen.flatten().tolist()}):
+            tokens, rank = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = _rows(self.gate_up, expert, size)(x[tokens]).chunk(2, dim=-1)
+            y = _rows(self.down, expert, hidden)(gated(config.activation, gate, up))
+            total.index_add_(0, tokens, y.float() * weights[tokens, rank].unsqueeze(1))
+        return total.to(x.dtype)
 
 
 def routes(
@@ -72,30 +85,6 @@ def routes(
     else:
         weights = logits.softmax(-1).gather(1, chosen)
     return chosen, weights if factors is None else weights * factors[chosen]
-
-
-def mixed(
-    experts: Experts,
-    x: Tensor,
-    logits: Tensor,
-    gate_up: Linear,
-    down: Linear,
-    factors: Tensor | None = None,
-) -> Tensor:
-    """Adds up the outputs of each token's experts by weight: (T, hidden_size).
-
-    x: (T, hidden_size). logits: of the router, (T, num_experts). gate_up, down: of all experts, one
-    after the other. factors: see `routes`.
-    """
-    chosen, weights = routes(experts, logits, factors)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    size, hidden = 2 * experts.size, x.shape[1]
-    for expert in sorted({*chosen.flatten().tolist()}):
-        tokens, rank = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = _rows(gate_up, expert, size)(x[tokens]).chunk(2, dim=-1)
-        y = _rows(down, expert, hidden)(gated(experts.activation, gate, up))
-        total.index_add_(0, tokens, y.float() * weights[tokens, rank].unsqueeze(1))
-    return total.to(x.dtype)
 
 
 def _rows(stacked: Linear, expert: int, size: int) -> Linear:
