@@ -121,15 +121,17 @@ class ModelConfig:
         table = self.tensors if index is None else self.layers[index].tensors
         return table.axes.get(rest, ((), None))
 
-    def is_added_once(self, name: str) -> bool:
-        """Whether the tensor is added to what the ranks' products add up to."""
-        index, rest = index_and_name(name)
-        return index is not None and rest in self.layers[index].tensors.added_once
+    @property
+    def tables(self) -> Iterator[tuple[str, TensorTable]]:
+        """Yields all tensors, each with what comes before their names: those of layers last."""
+        yield "", self.tensors
+        for index, layer in enumerate(self.layers):
+            yield f"{LAYER}{index}.", layer.tensors
 
     @property
     def axes(self) -> Iterator[Axis]:
         """The dimensions that ranks divide."""
-        for table in (self.tensors, *(layer.tensors for layer in self.layers)):
+        for _, table in self.tables:
             for rows, columns in table.axes.values():
                 yield from (axis for axis in (*rows, columns) if axis and axis.key)
 
@@ -247,8 +249,8 @@ class ModelConfig:
     def num_step_weights(self) -> int:
         """Elements that every step reads: all but experts, and the embedding, unless it is the
         output layer too."""
-        num = self.tensors.num_step_weights() - self._num_embedding_weights(is_tied=False)
-        return num + sum(layer.tensors.num_step_weights() for layer in self.layers)
+        num = sum(table.num_step_weights() for _, table in self.tables)
+        return num - self._num_embedding_weights(is_tied=False)
 
     @property
     def num_expert_weights(self) -> int:
@@ -322,10 +324,9 @@ class ModelConfig:
     def quantizable(self) -> Iterator[tuple[str, tuple[int, int], LinearSpec]]:
         """The name and shape of each matrix that a checkpoint may quantize, and the layer that has
         it."""
-        for index, layer in enumerate(self.layers):
-            for name, shape, linear in layer.tensors.quantizable():
-                yield f"{LAYER}{index}.{name}", shape, linear
-        yield from self.tensors.quantizable()
+        for prefix, table in self.tables:
+            for name, shape, linear in table.quantizable():
+                yield prefix + name, shape, linear
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> "ModelConfig":

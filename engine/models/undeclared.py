@@ -59,9 +59,7 @@ def _declared(config: ModelConfig) -> Iterator[str]:
     """Yields the names of all tensors of plain weights, and of stacks of codes."""
     if config.per_layer_inputs is not None:
         yield f"{TABLE}.weight"
-    tables = [("", config.tensors)]
-    tables += [(f"{LAYER}{index}.", layer.tensors) for index, layer in enumerate(config.layers)]
-    for prefix, table in tables:
+    for prefix, table in config.tables:
         for name, _, _ in table.shapes():
             if name == _OUTPUT and config.head.is_tied:
                 continue  # the part declares what the embedding's tensor is used for

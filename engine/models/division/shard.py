@@ -104,7 +104,9 @@ class Shard:
             tensor = cut.columns_of(cut.rows_of(tensor))
         except CannotCut as error:
             raise InvalidModel(f"the tensor {name!r} {error}") from None
-        if self.rank and self.model.is_added_once(name):
+        # A bias that is added to what the ranks' products add up to is added once.
+        is_bias = name.endswith(".bias")
+        if self.rank and is_bias and self.cut(name.removesuffix(".bias")).columns is not None:
             return tensor.new_zeros(()).expand(tensor.shape)
         return tensor
 

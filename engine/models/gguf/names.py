@@ -22,16 +22,13 @@ class GgufNames:
         self._stored: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """By the names in the file, of all that it must have."""
-        tables = {("", ""): config.tensors}
-        tables |= {
-            (f"{LAYER}{i}.", f"blk.{i}."): each.tensors for i, each in enumerate(config.layers)
-        }
-        for (prefix, stored), table in tables.items():
+        for prefix, table in config.tables:
             for name, gguf, shape in table.shapes():
                 if gguf:
-                    self._stored[prefix + name] = stored + gguf
+                    stored = prefix.replace(LAYER, "blk.") + gguf
+                    self._stored[prefix + name] = stored
                     if not (config.head.is_tied and gguf == OUTPUT):
-                        self.shapes[stored + gguf] = shape
+                        self.shapes[stored] = shape
 
     def of(self, name: str) -> str:
         """name: as transformers has it, such as "model.layers.0.mlp.up_proj.weight"."""

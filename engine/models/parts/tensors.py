@@ -234,16 +234,6 @@ class TensorTable:
                 found[f"{name}.bias"] = (matrix.rows, None)
         return found
 
-    @cached_property
-    def added_once(self) -> frozenset[str]:
-        """The biases that are added to what the ranks' products add up to."""
-        return frozenset(
-            f"{name}.bias"
-            for matrix in self.matrices()
-            if matrix.columns.key is not None
-            for name in matrix.names
-        )
-
     def matrices(self) -> Iterator[MatrixSpec]:
         for linear in self.linears:
             yield from linear.matrices

@@ -59,28 +59,17 @@ class RotaryTables:
 
 
 def _angles(config: Attention, num_positions: int, device: torch.device) -> Angles:
-    rotary_dim = config.rotary_dim or config.head_dim
+    head_dim, rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
     factors = _query_factors(config, num_positions)
     factors = None if factors is None else factors.to(device)
-    cos, sin = _table(config.rope, config.head_dim, rotary_dim, num_positions, device)
+    if config.rope is None:  # one row for all positions
+        rows = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
+        cos, sin = (row.expand(num_positions, -1) for row in rows)
+        return Angles(cos, sin, factors, rotary_dim)
+    cos, sin = rotary_table(config.rope, rotary_dim, num_positions, device)
+    if rest := (head_dim - rotary_dim) // 2:
+        cos, sin = functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
     return Angles(cos, sin, factors, rotary_dim)
-
-
-def _table(
-    rope: RopeConfig | None,
-    head_dim: int,
-    rotary_dim: int,
-    num_positions: int,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    if rope is None:  # one row for all positions
-        cos, sin = (torch.full((1, head_dim // 2), value, device=device) for value in (1.0, 0.0))
-        return cos.expand(num_positions, -1), sin.expand(num_positions, -1)
-    cos, sin = rotary_table(rope, rotary_dim, num_positions, device)
-    rest = (head_dim - rotary_dim) // 2
-    if not rest:
-        return cos, sin
-    return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
 
 
 def _query_factors(config: Attention, num_positions: int) -> Tensor | None:
