@@ -30,7 +30,6 @@ from penstock.engine.models.parts.attention.windows import (
     Windows,
     all_or_none,
     full_every,
-    mistral,
     no_window,
     qwen,
     unless_off,
@@ -48,11 +47,7 @@ _WIDE_NORM = NormKind(eps=0.0, is_wide=True)
 
 
 def _qwen3_moe(fields: Fields, design: Design) -> Design:
-    experts = read_experts(
-        fields,
-        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
-        is_normed=fields.flag("norm_topk_prob"),
-    )
+    experts = read_experts(fields, is_normed=fields.flag("norm_topk_prob"))
     return replace(design, experts=experts, have_experts=qwen_layers(fields))
 
 
@@ -67,14 +62,8 @@ def _qwen3_5(fields: Fields, design: Design) -> Design:
 
 
 def _qwen3_5_moe(fields: Fields, design: Design) -> Design:
-    experts = read_experts(
-        fields,
-        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
-        is_normed=True,
-        shared_size=fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH),
-    )
-    if experts is None:
-        raise fields.wrong("num_experts", "a positive integer", 0)
+    shared_size = fields.count("shared_expert_intermediate_size", least=0, most=MAX_WIDTH)
+    experts = read_experts(fields, least=1, is_normed=True, shared_size=shared_size)
     return replace(_qwen3_5(fields, design), experts=experts)
 
 
@@ -243,14 +232,13 @@ def _gpt_oss(fields: Fields, design: Design) -> Design:
     alpha = fields.number("swiglu_alpha", 1.702)
     experts = read_experts(
         fields,
-        size=fields.count("intermediate_size", most=MAX_WIDTH),
+        size="intermediate_size",
+        least=1,
         is_normed=True,
         has_biases=True,
         router="mlp.router",
         activation=Activation(clamp=(alpha, fields.number("swiglu_limit", 7.0))),
     )
-    if experts is None:
-        raise fields.wrong("num_local_experts", "a positive integer", 0)
     return replace(design, experts=experts)
 
 
@@ -312,7 +300,11 @@ _GEMMA4 = Family(
 # By model_type.
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM"),
-    "mistral": Family(architecture="MistralForCausalLM", windows=mistral),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        windows=all_or_none,
+        defaults={"sliding_window": 4096},
+    ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
         design=Design(attention={"qkv_bias": True}, attention_flags={}),
@@ -463,16 +455,13 @@ def find_family(fields: Fields) -> tuple[str, Fields]:
     architectures = fields.names("architectures") or []
     model_type = fields.text("model_type")
     family_of = {family.architecture: name for name, family in FAMILIES.items()}
-    wrapper_of = {wrapper.architecture: wrapper for wrapper in WRAPPERS.values()}
-    for name in architectures:
-        if name in family_of:
-            return family_of[name], fields
-        if name in wrapper_of:
-            return _wrapped(fields, wrapper_of[name])
-    if not architectures and model_type in FAMILIES:
-        return str(model_type), fields
-    if not architectures and model_type in WRAPPERS:
-        return _wrapped(fields, WRAPPERS[str(model_type)])
+    wrapper_of = {wrapper.architecture: name for name, wrapper in WRAPPERS.items()}
+    named = [{**family_of, **wrapper_of}.get(name) for name in architectures] or [model_type]
+    for name in named:
+        if name in FAMILIES:
+            return name, fields
+        if name in WRAPPERS:
+            return _wrapped(fields, WRAPPERS[name])
     raise unsupported_family(fields, architectures, model_type, [*family_of, *wrapper_of])
 
 

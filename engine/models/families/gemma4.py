@@ -17,6 +17,7 @@ from penstock.engine.models.families.outline import (
     MAX_HEADS,
     Design,
     Ropes,
+    check_heads,
     ropes_by_kind,
 )
 from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, full_every
@@ -152,16 +153,9 @@ def _full_heads(fields: Fields, num_layers: int) -> KVHeads | None:
     for key in ("global_head_dim", "num_global_key_value_heads"):  # without an effect, if unread
         fields.get(key)
     num_heads = fields.count("num_attention_heads")
-    if num_heads % heads.num_kv_heads:
-        raise InvalidModel(
-            f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of the KV heads "
-            f"of layers of full attention ({heads.num_kv_heads})"
-        )
-    if heads.head_dim % 2:
-        raise InvalidModel(
-            f"{fields.path}: layers of full attention have a head_dim of {heads.head_dim}; it must "
-            "be even, because rotary positions rotate pairs of dimensions"
-        )
+    layers = "layers of full attention"
+    kv_heads, head_dim = f"the KV heads of {layers}", f"{layers} have a head_dim of"
+    check_heads(fields, num_heads, heads, kv_heads=kv_heads, head_dim=head_dim)
     return None if heads == default else heads
 
 
@@ -219,7 +213,6 @@ def _experts(fields: Fields) -> Experts | None:
         return None
     return read_experts(
         fields,
-        size=fields.count("moe_intermediate_size", most=MAX_WIDTH),
         is_normed=True,
         num_per_token="top_k_experts",
         router="router.proj",

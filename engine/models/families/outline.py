@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine.files.json_file import Fields, is_number
+from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings, check_neutral
@@ -118,6 +119,27 @@ class Family:
     exceeds_float16: bool = False
 
 
+def check_heads(
+    fields: Fields,
+    num_heads: int,
+    heads: KVHeads,
+    *,
+    kv_heads: str = "num_key_value_heads",
+    head_dim: str = "head_dim is",
+) -> None:
+    """Raises InvalidModel. kv_heads, head_dim: what its message says before these numbers."""
+    if num_heads % heads.num_kv_heads:
+        raise InvalidModel(
+            f"{fields.path}: num_attention_heads ({num_heads}) must be a multiple of {kv_heads} "
+            f"({heads.num_kv_heads})"
+        )
+    if heads.head_dim % 2:
+        raise InvalidModel(
+            f"{fields.path}: {head_dim} {heads.head_dim}; it must be even, because rotary "
+            "positions rotate pairs of dimensions"
+        )
+
+
 class Outline:
     """Holds the settings of config.json that layers of every family have, and their design.
     sizes: of the embedding and the head."""
@@ -133,22 +155,8 @@ class Outline:
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         self.sizes = {"hidden_size": hidden, "vocab_size": vocab_size}
         check_neutral(fields, family.computes)
-        self._check_heads()
+        check_heads(fields, heads, KVHeads(self._num_kv_heads, self.head_dim))
         self.design = family.read(fields, family.design)
-
-    def _check_heads(self) -> None:
-        """Raises InvalidModel."""
-        path = self.fields.path
-        if self._num_heads % self._num_kv_heads:
-            raise InvalidModel(
-                f"{path}: num_attention_heads ({self._num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self._num_kv_heads})"
-            )
-        if self.head_dim % 2:
-            raise InvalidModel(
-                f"{path}: head_dim is {self.head_dim}; it must be even, because rotary positions "
-                "rotate pairs of dimensions"
-            )
 
     def layers(self) -> tuple[tuple[Layer, ...], RopeConfig]:
         """The layers, and the rotary positions that the longest sequence follows from."""

@@ -21,14 +21,6 @@ def all_or_none(fields: Fields, num_layers: int) -> Windows:
     return (window,) * num_layers
 
 
-def mistral(fields: Fields, num_layers: int) -> Windows:
-    """The default is that of transformers, 4,096 as in the first Mistral."""
-    if "sliding_window" not in fields:
-        _check_layer_types(fields, SLIDING)
-        return (4096,) * num_layers
-    return all_or_none(fields, num_layers)
-
-
 def qwen(fields: Fields, num_layers: int) -> Windows:
     first = fields.count("max_window_layers", default=28, least=0)
     default = [SLIDING if layer >= first else FULL for layer in range(num_layers)]

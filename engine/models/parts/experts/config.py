@@ -115,16 +115,23 @@ class Experts(Part):
 
 
 def read_experts(
-    fields: Fields, *, size: int, num_per_token: str = "num_experts_per_tok", **others: Any
+    fields: Fields,
+    *,
+    size: str = "moe_intermediate_size",
+    num_per_token: str = "num_experts_per_tok",
+    least: int = 0,
+    **others: Any,
 ) -> Experts | None:
     """None where the model has none. Raises InvalidModel.
 
-    num_per_token: the key that counts those of a token. others: of `Experts`.
+    size, num_per_token: the keys of an expert's size, and of how many compute a token. least: how
+    many experts the model must have. others: of `Experts`.
     """
+    width = fields.count(size, most=MAX_WIDTH)
     # transformers writes the first of these names, and reads both.
     fields.get("num_local_experts")
     name = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
-    num_experts = fields.count(name, least=0, most=_MAX_EXPERTS)
+    num_experts = fields.count(name, least=least, most=_MAX_EXPERTS)
     num_each = fields.count(num_per_token)
     if not num_experts:
         return None
@@ -136,7 +143,7 @@ def read_experts(
         hidden_size=fields.count("hidden_size"),
         num_experts=num_experts,
         num_per_token=num_each,
-        size=size,
+        size=width,
         **others,
     )
 
