@@ -196,10 +196,7 @@ class _Chat:
                 print(f"error: {error}", file=sys.stderr)
 
     def answer_once(self, message: str) -> int:
-        self._conversation.ask(message)
-        answer = self._answer()
-        self._screen.note(answer.summary())
-        return INTERRUPTED if answer.is_stopped else 0
+        return INTERRUPTED if self._ask(message).is_stopped else 0
 
     def _turn(self, text: str) -> None:
         """Raises PenstockError, after which the conversation is as it was, or Leave."""
@@ -208,16 +205,11 @@ class _Chat:
         if text.startswith("/"):
             self._screen.say(self._conversation.command(text))
             return
-        self._conversation.ask(text)
-        answer = Answer()
-        try:
-            answer = self._answer()
-        finally:
-            self._conversation.answer(answer.text)
-        self._screen.note(answer.summary())
+        self._ask(text)
 
-    def _answer(self) -> Answer:
-        """Shows it as it comes; Ctrl-C ends it where it is."""
+    def _ask(self, text: str) -> Answer:
+        """Shows the answer as it comes; Ctrl-C ends it where it is. Raises PenstockError."""
+        self._conversation.ask(text)
         answer = Answer()
         body = self._body | {"messages": self._conversation.messages}
         try:
@@ -227,8 +219,13 @@ class _Chat:
                     self._screen.show(piece)
         except KeyboardInterrupt:
             answer.is_stopped = True
+        except PenstockError:
+            answer.text = ""  # without its end it is not kept
+            raise
         finally:
             self._screen.end_answer()
+            self._conversation.answer(answer.text)
+        self._screen.note(answer.summary())
         return answer
 
 

@@ -2,7 +2,6 @@
 terminal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.loadtest.chat.client import Message
@@ -50,24 +49,19 @@ class Conversation:
     def command(self, line: str) -> str:
         """Carries out a line that begins with /; returns what to say. Raises BadCommand, Leave."""
         name, _, rest = line.partition(" ")
-        act = self._commands().get(name)
-        if act is None:
-            raise BadCommand(f"there is no command {name}; /help lists them")
-        return act(rest.strip())
-
-    def _commands(self) -> dict[str, Callable[[str], str]]:
-        leaving = dict.fromkeys(("/quit", "/exit", "/bye"), _leave)
-        return {
-            "/help": lambda _: HELP,
-            "/clear": self._clear,
-            "/system": self._set_system,
-            "/save": self._save,
-            **leaving,
-        }
-
-    def _clear(self, _: str) -> str:
-        self._turns.clear()
-        return "a new conversation begins"
+        match name:
+            case "/help":
+                return HELP
+            case "/clear":
+                self._turns.clear()
+                return "a new conversation begins"
+            case "/system":
+                return self._set_system(rest.strip())
+            case "/save":
+                return self._save(rest.strip())
+            case "/quit" | "/exit" | "/bye":
+                raise Leave
+        raise BadCommand(f"there is no command {name}; /help lists them")
 
     def _set_system(self, text: str) -> str:
         if text:
@@ -90,7 +84,3 @@ class Conversation:
 
 
 COMMANDS = ("/help", "/clear", "/system", "/save", "/quit")
-
-
-def _leave(_: str) -> str:
-    raise Leave
