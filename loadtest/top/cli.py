@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -98,18 +99,11 @@ def _once(scraper: Scraper, interval_s: float) -> int:
         raise ServerUnreachable(f"{scraper.url} is unreachable: {error}") from error
     assert history.latest is not None
     long = ("since its start", Window(Scrape(0.0), history.latest))
-    shown = View(
-        url=scraper.url, history=history, recent=_recent(history), long=long, glyphs=_glyphs()
-    )
+    shown = View(url=scraper.url, history=history, long=long, glyphs=_glyphs())
     for line in view.draw(shown, _ONCE_WIDTH):
         print(view.text(line))
     sys.stdout.flush()
     return 0
-
-
-def _recent(history: History) -> tuple[str, Window] | None:
-    recent = history.last_interval()
-    return (f"last {recent.seconds:.1f} s", recent) if recent else None
 
 
 def _glyphs() -> view.Glyphs:
@@ -134,27 +128,18 @@ class _Poller(threading.Thread):
         self._scraper = scraper
         self._interval_s = interval_s
         self._wake_fd = wake_fd
-        self._lock = threading.Lock()
-        self._updates: list[Scrape | PenstockError] = []
+        self.updates: deque[Scrape | PenstockError] = deque()
 
     def run(self) -> None:
         while True:
             begun_s = time.monotonic()
-            update: Scrape | PenstockError
             try:
-                update = self._scraper.scrape()
+                self.updates.append(self._scraper.scrape())
             except PenstockError as error:
-                update = error
-            with self._lock:
-                self._updates.append(update)
+                self.updates.append(error)
             with suppress(OSError):  # the pipe is full while suspended, and closed at the end
                 os.write(self._wake_fd, b"\0")
             time.sleep(max(0.05, self._interval_s - (time.monotonic() - begun_s)))
-
-    def take(self) -> list[Scrape | PenstockError]:
-        with self._lock:
-            updates, self._updates = self._updates, []
-        return updates
 
 
 class _Display:
@@ -163,7 +148,8 @@ class _Display:
         self._history = History(view.MINUTE_S)
         self._error: str | None = None
         self._glyphs = _glyphs()
-        self._has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._sgr = _SGR if has_colours else {}
 
     def apply(self, update: Scrape | PenstockError) -> None:
         """Raises NotPenstock before the first successful scrape: the address is wrong. After one,
@@ -195,7 +181,6 @@ class _Display:
         return View(
             url=self._url,
             history=self._history,
-            recent=_recent(self._history),
             long=long,
             glyphs=self._glyphs,
             error=self._error,
@@ -204,10 +189,9 @@ class _Display:
         )
 
     def _styled(self, line: Line) -> str:
-        if not self._has_colours:
-            return "".join(span.text for span in line)
+        sgr = self._sgr
         return "".join(
-            f"\x1b[{_SGR[span.style]}m{span.text}\x1b[0m" if span.style in _SGR else span.text
+            f"\x1b[{sgr[span.style]}m{span.text}\x1b[0m" if span.style in sgr else span.text
             for span in line
         )
 
@@ -231,8 +215,8 @@ def _live(scraper: Scraper, interval_s: float) -> int:
                     return 0
                 if signal.SIGTSTP in woken_by:
                     screen.suspend()
-            for update in poller.take():
-                display.apply(update)
+            while poller.updates:
+                display.apply(poller.updates.popleft())
             screen.show(display)
 
 

@@ -93,9 +93,7 @@ class Scrape:
 
     def info(self, name: str) -> dict[str, str]:
         """The labels of an info metric; empty if it is missing."""
-        for key, _ in self._matching(name, {}):
-            return dict(key)
-        return {}
+        return dict(next((key for key, _ in self._matching(name, {})), ()))
 
     def histogram(self, name: str, **labels: str) -> Buckets:
         """Summed over the series with these labels; empty if there are none."""

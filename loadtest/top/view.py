@@ -65,17 +65,20 @@ class View:
     """Everything that one frame shows.
 
     error: why the last scrape failed, or None. unreachable_s: seconds since the last that did not.
-    recent, long: the two spans of time whose latencies are shown, with their names.
+    long: the longer of the two spans of time whose latencies are shown, with its name.
     """
 
     url: str
     history: History
-    recent: tuple[str, Window] | None
     long: tuple[str, Window] | None
     glyphs: Glyphs = UNICODE
     error: str | None = None
     unreachable_s: float = 0.0
     keys: str = ""
+
+    @property
+    def recent(self) -> Window | None:
+        return self.history.last_interval()
 
 
 def draw(view: View, width: int, height: int | None = None) -> list[Line]:
@@ -145,7 +148,7 @@ def _about(latest: Scrape, glyphs: Glyphs, width: int) -> str:
 
 
 def _throughput(view: View, latest: Scrape, width: int) -> Iterator[Line]:
-    recent = view.recent[1] if view.recent else None
+    recent = view.recent
     half = max(1, (width - 2) // 2)
     room = min(_MOST_SPARK, half - 18) if width >= _HALF_SPARK_FROM else 0
     windows = list(view.history.intervals())
@@ -183,7 +186,9 @@ def _outcomes(recent: Window | None, latest: Scrape) -> Line:
 
 
 def _latencies(view: View, width: int) -> Iterator[Line]:
-    spans = [span for span in (view.recent, view.long) if span]
+    recent = view.recent
+    spans = [(f"last {recent.seconds:.1f} s", recent)] if recent else []
+    spans += [view.long] if view.long else []
     if width < _BOTH_SPANS_FROM:
         spans = spans[-1:]  # the longer, which covers more requests
     header = "".join(f"{name:>10}{'':23}" for name, _ in spans)
@@ -213,7 +218,7 @@ def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
         for peak in ("datasheet", "measured")
         if latest.value(f"peak_{resource}_{per}", peak=peak)
     ]
-    room = max(0, (width - _LABEL_WIDTH - 9) // max(1, len(columns)) - 1)
+    recent, room = view.recent, max(0, (width - _LABEL_WIDTH - 9) // max(1, len(columns)) - 1)
     header = [_label("step of"), Span(f"{'time':>8} ", "dim")]
     for title, _, peak, unit, peak_name in columns:
         of = f"{_si(latest.value(peak_name, peak=peak))}{unit}"
@@ -223,8 +228,7 @@ def _utilization(view: View, latest: Scrape, width: int) -> Iterator[Line]:
     yield header
     for step_class in (*_CLASSES, "all"):
         labels = {} if step_class == "all" else {"class": step_class}
-        window = view.recent[1] if view.recent else None
-        mean = window.histogram("step_time_seconds", **labels).mean if window else None
+        mean = recent.histogram("step_time_seconds", **labels).mean if recent else None
         line = [_label(step_class), Span(f"{_seconds(mean):>8} ")]
         for _, name, peak, _, _ in columns:
             ratio = latest.value(name, peak=peak, **{"class": step_class})
@@ -259,8 +263,7 @@ def _ratio_style(ratio: float) -> str:
 
 
 def _memory(view: View, latest: Scrape, width: int) -> Iterator[Line]:
-    recent = view.recent[1] if view.recent else None
-    yield _steps(recent)
+    yield _steps(view.recent)
     yield _kv(latest, width, view.glyphs)
     long = view.long[1] if view.long else None
     hits = long.share("prefix_hit_tokens_total", "prefix_query_tokens_total") if long else None

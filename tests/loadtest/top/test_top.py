@@ -62,10 +62,9 @@ def view_of(*scrapes: str, **fields: object) -> View:
     history = History(MINUTE_S)
     for second, scrape in enumerate(scrapes):
         history.add(parse(scrape, float(second)))
-    last, whole = history.last_interval(), history.whole()
-    recent = ("last 1.0 s", last) if last else None
+    whole = history.whole()
     long = ("last minute", whole) if whole else None
-    return View(url="http://x:1", history=history, recent=recent, long=long, **fields)  # type: ignore[arg-type]
+    return View(url="http://x:1", history=history, long=long, **fields)  # type: ignore[arg-type]
 
 
 BUSY = view_of(metrics(1), metrics(2), metrics(4))
