@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.report.report import Replay, RequestResult, is_good, percentile
+from penstock.loadtest.report.report import Replay, RequestResult, is_good, percentile, seconds_of
 from penstock.loadtest.simulate.outcome import server_figures
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
@@ -44,19 +44,6 @@ class Targets:
         return seconds * 1e3
 
 
-def seconds_of(result: RequestResult, metric: str) -> float:
-    """The metric of a request; infinite for one that failed."""
-    if result.error is not None:
-        return math.inf
-    match metric:
-        case "ttft":
-            return result.ttft_s
-        case "tpot":
-            return result.tpot_s or 0.0
-        case _:
-            return result.latency_s
-
-
 class TargetJudge:
     """Ends a simulation once more requests are too slow than a percentile leaves out."""
 
@@ -82,12 +69,6 @@ class TargetJudge:
             if now_s - result.start_s > e2el_s:
                 late["e2el"] += 1
         return any(num > self._num_allowed for num in late.values())
-
-
-def mean_tpot_s(observed: Replay) -> float | None:
-    """Over requests with more than one token; None where there is none."""
-    values = [tpot for result in observed.completed if (tpot := result.tpot_s) is not None]
-    return fmean(values) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +138,7 @@ def probe(
     if observed.is_interrupted:
         return point
     done, duration_s = observed.completed, observed.duration_s
-    tpot_s = mean_tpot_s(observed)
+    tpot_s = fmean([tpot for each in done if (tpot := each.tpot_s) is not None] or [0.0])
     num_good = sum(is_good(result, targets.limits_ms) for result in done)
     return replace(
         point,

@@ -22,11 +22,7 @@ from penstock.loadtest.plan.search import MIN_REQUESTS, Task
 from penstock.loadtest.report.report import Summary, summarize
 from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate, step_factors
 from penstock.loadtest.workload.config import WorkloadConfig
-from penstock.loadtest.workload.token_counter import (
-    TokenCounter,
-    estimate_tokens,
-    tokenizer_counter,
-)
+from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
 from penstock.loadtest.workload.workload import make_requests
 
 # Draws of the spread of step times: a measurement is one draw of many.
@@ -54,7 +50,7 @@ def refutation(
     """name: the model's. own_rate: the mean rate of a trace's own arrivals."""
     candidate, share = choice.sized.candidate, choice.point.rate / choice.sized.num_replicas
     config = _check_config(task.workload, share, args.check_seconds, own_rate)
-    count = tokenizer_counter(args.tokenizer) if args.tokenizer else estimate_tokens
+    count = tokenizer_counter(args.tokenizer)
     return Refutation(
         expectation=_expectation(candidate, config, task.targets, count),
         serve=serve_command(candidate, args, name),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
@@ -34,14 +35,14 @@ class Load:
     seconds: of each probe, if that is MIN_REQUESTS or more."""
 
     def __init__(
-        self, config: WorkloadConfig, seconds: float, count: TokenCounter | None = None
+        self, config: WorkloadConfig, seconds: float, count: TokenCounter = estimate_tokens
     ) -> None:
         self._config = replace(
             config,
             vocab_size=min(config.vocab_size, _VOCAB_SIZE),
             request_rate=math.inf if config.follows_trace else 1.0,
         )
-        self._count = count or estimate_tokens
+        self._count = count
         self.seconds = seconds
         self._requests: list[TimedRequest] = []
         self._is_whole = False  # a file has no more
@@ -162,18 +163,17 @@ class Task:
     precision: float
 
     def load(self) -> Load:
-        count = None if self.tokenizer is None else tokenizer_counter(self.tokenizer)
-        return Load(self.workload, self.seconds, count)
+        return Load(self.workload, self.seconds, tokenizer_counter(self.tokenizer))
 
 
-_task: Task | None = None
-_load: Load | None = None  # made once in each process: its prompts take seconds
+# Of each process, with a load that is made once: its prompts take seconds.
+_searcher: Callable[[Candidate], Searched]
 
 
 def _begin(task: Task) -> None:
-    global _task, _load
+    global _searcher
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _task, _load = task, task.load()
+    _searcher = partial(search, load=task.load(), targets=task.targets, precision=task.precision)
 
 
 def _end_with_parent() -> None:
@@ -186,8 +186,7 @@ def _end_with_parent() -> None:
 
 
 def _search(candidate: Candidate) -> Searched:
-    assert _task is not None and _load is not None
-    return search(candidate, _load, _task.targets, _task.precision)
+    return _searcher(candidate)
 
 
 def search_all(

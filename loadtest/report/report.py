@@ -318,10 +318,22 @@ def _statistics(values: list[float], percentiles: tuple[float, ...]) -> dict[str
 
 def is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
     """Whether the response is complete and meets every limit."""
+    return result.error is None and all(
+        seconds_of(result, metric) * 1000 <= limit for metric, limit in limits_ms.items()
+    )
+
+
+def seconds_of(result: RequestResult, metric: str) -> float:
+    """A metric that goodput may limit; infinite for a request that failed."""
     if result.error is not None:
-        return False
-    observed = {"ttft": result.ttft_s, "tpot": result.tpot_s or 0.0, "e2el": result.latency_s}
-    return all(observed[metric] * 1000 <= limit for metric, limit in limits_ms.items())
+        return math.inf
+    match metric:
+        case "ttft":
+            return result.ttft_s
+        case "tpot":
+            return result.tpot_s or 0.0
+        case _:
+            return result.latency_s
 
 
 def _peak_tokens_per_s(results: list[RequestResult]) -> float:

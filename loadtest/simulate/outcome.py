@@ -79,21 +79,16 @@ def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summar
     busy_s = sum(step.step_s for step in steps) or 1.0
     bandwidth, flops = _peaks(info)
     duration_s = simulated.observed.duration_s
-    figures = server_figures(simulated)
-    return summarize(simulated.observed, report) | {
-        "run_class": figures["run_class"],
+    figures = summarize(simulated.observed, report) | server_figures(simulated)
+    return figures | {
         "num_replicas": plan.num_replicas,
         "tensor_parallel_size": info.tensor_parallel_size,
         "pipeline_parallel_size": info.pipeline_parallel_size,
         "router": plan.router,
-        "kv_peak": figures["kv_peak"],
-        "preemptions": figures["preemptions"],
         "recomputed_tokens": sum(each.recomputed_tokens_total for each in simulated.stats),
-        "prefix_hit_ratio": figures["prefix_hit_ratio"],
         "mbu": sum(step.num_bytes for step in steps) / busy_s / bandwidth if bandwidth else None,
         "mfu": sum(step.flops for step in steps) / busy_s / flops if flops else None,
         "num_steps": len(steps),
-        "unchecked_step_ratio": figures["unchecked_step_ratio"],
         "step_cost_us": simulated.cpu_s / max(1, len(steps)) * 1e6,
         "speedup": duration_s * plan.num_replicas / max(simulated.cpu_s, 1e-9),
     }

@@ -19,13 +19,14 @@ def estimate_tokens(texts: Sequence[str]) -> list[int]:
     return [max(1, round(len(text) / CHARACTERS_PER_TOKEN)) for text in texts]
 
 
-def tokenizer_counter(path: Path) -> TokenCounter:
-    """A counter from a tokenizer.json, a model's directory with one, or a hub id.
-
-    Raises InvalidConfig.
+def tokenizer_counter(path: Path | None) -> TokenCounter:
+    """A counter from a tokenizer.json, a model's directory with one, or a hub id; without a path,
+    an estimate. Raises InvalidConfig.
 
     Special tokens around a text, such as BOS, are counted, as `vllm bench serve` does.
     """
+    if path is None:
+        return estimate_tokens
     from tokenizers import Tokenizer
 
     file = _find(path)
