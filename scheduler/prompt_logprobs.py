@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Self, overload
+from typing import NamedTuple, Self
 
 
 class PromptLogprobs(NamedTuple):
@@ -63,22 +63,10 @@ class PackedLogprobs:
     def __iter__(self) -> Iterator[PromptLogprobs]:
         return iter(self[:])
 
-    @overload
-    def __getitem__(self, index: int) -> PromptLogprobs: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[PromptLogprobs]: ...
-
-    def __getitem__(self, index: int | slice) -> PromptLogprobs | list[PromptLogprobs]:
+    def __getitem__(self, index: slice) -> list[PromptLogprobs]:
         """A slice has step 1."""
-        if isinstance(index, int):
-            start = range(len(self))[index]
-            return self._rows(start, start + 1)[0]
         start, end, _ = index.indices(len(self))
-        return self._rows(start, max(start, end))
-
-    def _rows(self, start: int, end: int) -> list[PromptLogprobs]:
-        n = self.num_top
+        n, end = self.num_top, max(start, end)
         logprobs = memoryview(self.logprobs).cast("f")[start:end].tolist()
         ranks = memoryview(self.ranks).cast("i")[start:end].tolist()
         top_ids = memoryview(self.top_ids).cast("i")[start * n : end * n].tolist()

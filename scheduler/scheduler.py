@@ -37,7 +37,7 @@ from penstock.scheduler.errors import (
     TargetOutOfReach,
 )
 from penstock.scheduler.groups import KVGroup, StateGroup
-from penstock.scheduler.policy.fairness import queue_for
+from penstock.scheduler.policy.fairness import FairQueue, queue_for
 from penstock.scheduler.policy.forecast import Ahead
 from penstock.scheduler.policy.queue import may_start_batch
 from penstock.scheduler.policy.targets import Targets
@@ -239,7 +239,7 @@ class Scheduler:
             invalid_logits_total=self._invalid_logits,
             out_of_reach_total=self._targets.num_out_of_reach,
             fairness_index=self._waiting.fairness,
-            groups=tuple(self._kv.stats()),
+            groups=tuple([each.stats() for each in self._kv.groups]),
             tier=self._loads.stats(),
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
         )
@@ -305,18 +305,18 @@ class Scheduler:
 
     def _make_places(self) -> None:
         """Preempts a few, one for each of the next tenant's sequences that is to have its place."""
-        if not self._waiting.makes_places or self._config.batching is not Batching.CONTINUOUS:
+        queue, config = self._waiting, self._config
+        if not isinstance(queue, FairQueue) or config.batching is not Batching.CONTINUOUS:
             return  # nobody joins a batch that runs
-        waiting = self._waiting.peek()
+        waiting = queue.peek()
         if waiting is None or waiting.num_in_flight:
             return
-        most = self._waiting.num_at_once(waiting, self._config.max_num_batched_tokens)
-        for num_places in range(most):
+        for num_places in range(queue.num_at_once(waiting, config.max_num_batched_tokens)):
             has_slot = len(self._free_slots) > num_places
             if has_slot and self._kv.fits(self._kv.plan(waiting), self.num_running):
                 continue
             running = [*self._decoding, *self._prefilling]
-            loser = self._waiting.in_place_of(running, waiting, num_places)
+            loser = queue.in_place_of(running, waiting, num_places)
             if loser is None:
                 return
             self._preempt(loser)
@@ -402,20 +402,15 @@ class Scheduler:
         is_last = sequence.num_to_compute == 0
         samples = is_last and len(sequence.token_ids) < sequence.max_length
         batch.samples.append(samples)
-        if sequence.prompt_request:
-            self._schedule_prompt_request(batch, sequence, num_tokens)
         if is_last:
             sequence.num_in_flight += 1
             (batch.sampling if samples else batch.prompt_only).append(sequence)
-
-    def _schedule_prompt_request(self, batch: Batch, sequence: Sequence, num_tokens: int) -> None:
-        """The last num_tokens scheduled are of a prompt that has outputs."""
-        is_last = sequence.num_to_compute == 0
-        if is_last:
-            batch.with_prompt_output.append(sequence)
-        if sequence.prompt_request and sequence.prompt_request.num_logprobs is not None:
-            # A token that follows the prompt's last one is no longer of the prompt.
-            batch.num_scored += num_tokens - is_last
+        if outputs := sequence.prompt_request:
+            if is_last:
+                batch.with_prompt_output.append(sequence)
+            if outputs.num_logprobs is not None:
+                # A token that follows the prompt's last one is no longer of the prompt.
+                batch.num_scored += num_tokens - is_last
 
     def _admit_waiting(
         self, batch: Batch, budget: ChunkBudget, now: float, *, below: float | None = None
@@ -570,11 +565,8 @@ class Scheduler:
         sequence.num_in_flight -= 1
         if sequence.status is Status.FINISHED:
             return []
-        siblings = [
-            sequence,
-            *(s for s in self._requests[sequence.request.id] if s is not sequence),
-        ]
-        return [self._finish(sibling, reason) for sibling in siblings]
+        siblings = [each for each in self._requests[sequence.request.id] if each is not sequence]
+        return [self._finish(each, reason) for each in (sequence, *siblings)]
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Finish:
         """Ends it, whatever its status, and frees its slot and blocks."""

@@ -153,7 +153,7 @@ def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: Mo
     num_blocks = num_tokens // info.block_size
     nowhere = [TierBlock(group, b"") for group in range(len(info.kv_groups))]
     load_s = tier.load_s(nowhere * num_blocks)
-    compute_s = prefill_s(step_model, [(0, num_tokens)])
+    compute_s = prefill_s(step_model, 0, num_tokens, num_tokens)
     computing = "" if compute_s is None else f", and to compute them about {compute_s * 1e3:.0f} ms"
     logger.info(
         "to read the blocks of %d tokens takes about %.0f ms%s", num_tokens, load_s * 1e3, computing

@@ -98,10 +98,12 @@ class GroupCache(BlockPool):
 
     def longest_reach(self, digests: Sequence[bytes], end: int) -> int:
         """As `longest_hit`, if what the tier has were in the pool."""
+        assert self._tier is not None
         i = end
         while i > self._first_needed(end):
             i -= 1
-            if self._find(digests[i]) is None and not self._is_in_tier(digests[i]):
+            digest = digests[i]
+            if self._find(digest) is None and TierBlock(self._number, digest) not in self._tier:
                 end = i
         return end
 
@@ -241,9 +243,6 @@ class GroupCache(BlockPool):
         if not is_intact:
             self.drop(block_id)
         return is_intact
-
-    def _is_in_tier(self, digest: bytes) -> bool:
-        return self._tier is not None and TierBlock(self._number, digest) in self._tier
 
     def _release(self, block_ids: Sequence[int]) -> None:
         # Not only its last user: what is used all the time shall not be lost with this process.

@@ -17,7 +17,6 @@ from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.state_cache import OPENING, StateCache
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
 from penstock.scheduler.groups import KVGroup, StateGroup
-from penstock.scheduler.stats import GroupBlocks
 from penstock.scheduler.types import BlockCopy, StateSnapshot, TableUpdate
 
 
@@ -81,9 +80,6 @@ class KVCache:
             assert not used, "recurrent states do not outlive the engine, so nothing else may"
             assert tier is None, "recurrent states are in no tier, so nothing else may be"
             assert events is None, "blocks without a state after them are of no use to routers"
-
-    def stats(self) -> list[GroupBlocks]:
-        return [each.stats() for each in self.groups]
 
     @property
     def num_available(self) -> int:
@@ -230,7 +226,7 @@ class KVCache:
         """The step `completed` has, and `launched` is the last one that was launched. Findable
         blocks that only steps up to the first wrote to may outlive this engine; those of sequences
         that failed in them are forgotten by now."""
-        for each in self.groups:
+        for each in self.blocks:
             each.record(completed, launched)
 
     def forget(self, sequence: Sequence) -> None:

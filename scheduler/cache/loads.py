@@ -8,7 +8,7 @@ The blocks of one sequence's load become findable together when the last of them
 on they are evictable, so that prompts that wait hold nothing that running sequences need.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,13 +63,6 @@ class Loads:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._waiting
-
-    def block_ids(self, group: int) -> Iterator[int]:
-        """Those of a pool that are being written to."""
-        for load in self._open:
-            for block, block_id in load.block_ids.items():
-                if block.group == group:
-                    yield block_id
 
     def num_within_reach(self, sequence: Sequence, num_cached: int) -> int:
         """How many of its first tokens need not be computed, if the pool has num_cached."""

@@ -153,6 +153,3 @@ class StateCache(BlockPool):
         for digest in digests:
             if (state := self.find(digest)) is not None:
                 self.drop(state)
-
-    def record(self, completed: int, launched: int) -> None:
-        """States do not outlive the engine."""

@@ -139,13 +139,10 @@ class FairQueue(WaitingQueue):
             self._last_counter = tenant.counter
             tenant.left_s = self._now
             if len(self._tenants) - len(self._active) > _MAX_IDLE:
-                self._forget()
-
-    def _forget(self) -> None:
-        idle = [each for each in self._tenants.values() if each.name not in self._active]
-        idle.sort(key=lambda each: each.counter)
-        for tenant in idle[: len(idle) // 2]:
-            del self._tenants[tenant.name]
+                idle = [each for each in self._tenants.values() if not each.num_open]
+                idle.sort(key=lambda each: each.counter)
+                for each in idle[: len(idle) // 2]:
+                    del self._tenants[each.name]
 
     # The queue.
 
@@ -183,18 +180,15 @@ class FairQueue(WaitingQueue):
                 yield from oldest[: len(ahead) + lead]
 
     def _enter(self, tenant: Tenant) -> None:
-        self._num_entries += 1
-        heapq.heappush(self._by_counter, (tenant.counter, self._num_entries, tenant))
-        if len(self._by_counter) > 2 * self._num_waiting + 64:
+        entered: Iterable[Tenant] = (tenant,)
+        if len(self._by_counter) >= 2 * self._num_waiting + 64:
             self._by_counter = []
-            for each in self._active.values():
-                if len(each.waiting):
-                    self._num_entries += 1
-                    heapq.heappush(self._by_counter, (each.counter, self._num_entries, each))
+            entered = [each for each in self._active.values() if len(each.waiting)]
+        for each in entered:
+            self._num_entries += 1
+            heapq.heappush(self._by_counter, (each.counter, self._num_entries, each))
 
     # Running sequences.
-
-    makes_places = True
 
     def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
         self.tenant_of(sequence).charge(CACHED_TOKEN * num_tokens)
@@ -228,12 +222,9 @@ class FairQueue(WaitingQueue):
         """Those of the tenant that was served least first."""
         return sorted(running, key=self.counter_of)
 
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence to preempt: of the tenant that was served most, the cheapest to recompute.
-
-        The last to be preempted is the one with most computed tokens of the tenant that was served
-        least, so it always continues."""
-        return min(running, key=lambda seq: (-self.counter_of(seq), seq.num_computed, -seq.order))
+    def standing(self, sequence: Sequence) -> float:
+        """The more its tenant was served, the less."""
+        return -self.counter_of(sequence)
 
     def in_place_of(
         self, running: Iterable[Sequence], sequence: Sequence, num_places: int

@@ -110,13 +110,13 @@ def _middle_chunk(budget: ChunkBudget, total: int, middle: int, max_tokens: int)
     return max(0, middle - chunk // 2), chunk
 
 
-def prefill_s(live: LiveStepModel, chunks: Sequence[tuple[int, int]]) -> float | None:
-    """How long steps take that compute nothing but these chunks of one prompt, (start, end) each;
-    None where nothing is known yet of such steps."""
+def prefill_s(live: LiveStepModel, start: int, end: int, max_tokens: int) -> float | None:
+    """How long prompt tokens from position `start` to `end` take to compute, in steps of their own
+    of at most max_tokens; None where nothing is known yet of such steps."""
     total_s = 0.0
-    for start, end in chunks:
-        amounts = live.served.amounts(_work(live, chunk=end - start, start=start))
-        chunk_s = live.predict(amounts, StepClass.PREFILL)
+    for first in range(start, end, max_tokens):
+        work = _work(live, chunk=min(max_tokens, end - first), start=first)
+        chunk_s = live.predict(live.served.amounts(work), StepClass.PREFILL)
         if chunk_s is None:
             return None
         total_s += chunk_s

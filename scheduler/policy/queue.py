@@ -82,17 +82,19 @@ class WaitingQueue(OrderedQueue):
         return sequence
 
     def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The sequence to preempt: the cheapest to recompute.
+        """The sequence to preempt: of the lowest standing, and among equals the cheapest to
+        recompute.
 
-        The one with the most computed tokens is preempted last, so it always continues: memory
+        So one of the highest standing with the most computed tokens always continues: memory
         pressure slows the others but never stops all.
         """
-        return min(running, key=lambda seq: (seq.num_computed, -seq.order))
+        return min(running, key=lambda seq: (self.standing(seq), seq.num_computed, -seq.order))
+
+    def standing(self, sequence: Sequence) -> float:
+        """How strong the claim of a running sequence to go on is."""
+        return 0.0
 
     # A policy that divides the service between tenants does more here; others do nothing.
-
-    makes_places = False
-    """Whether running sequences are preempted for waiting ones."""
 
     fairness: float | None = None
     """The fairness index, from 0 to 1."""
@@ -137,16 +139,6 @@ class WaitingQueue(OrderedQueue):
         """Those whose chunks make no room for a sequence that arrives."""
         return list(running)
 
-    def num_at_once(self, sequence: Sequence, max_tokens: int) -> int:
-        """How many of its tenant, which waits and is the first, may be given places in a step."""
-        return 0
-
-    def in_place_of(
-        self, running: Iterable[Sequence], sequence: Sequence, num_places: int
-    ) -> Sequence | None:
-        """The one that must leave for this one to be admitted; None where there is none."""
-        return None
-
 
 class PriorityQueue(WaitingQueue):
     """The lowest `priority` first, and now and then the oldest, so that none waits for ever."""
@@ -179,14 +171,9 @@ class PriorityQueue(WaitingQueue):
         super().remove(sequence)
         self._by_age.remove(sequence)
 
-    def victim(self, running: Iterable[Sequence]) -> Sequence:
-        """The one of the lowest priority, among equals the cheapest to recompute. One that was
-        admitted because it had waited longest is of the highest priority."""
-        return min(running, key=lambda seq: (_standing(seq), seq.num_computed, -seq.order))
-
-
-def _standing(sequence: Sequence) -> float:
-    return math.inf if sequence.is_overdue else -sequence.request.priority
+    def standing(self, sequence: Sequence) -> float:
+        """By its priority; one that was admitted because it had waited longest has the highest."""
+        return math.inf if sequence.is_overdue else -sequence.request.priority
 
 
 def may_start_batch(
@@ -197,9 +184,9 @@ def may_start_batch(
     Continuous batching: at every step. Static and dynamic: only when the batch before has ended,
     and then as a full batch, or with what is waiting once the oldest has waited long enough.
     """
-    oldest = waiting.peek()
     if config.batching is Batching.CONTINUOUS:
         return True
+    oldest = waiting.peek()
     waited_s = now - oldest.request.arrival_s if oldest else 0.0
     is_due = len(waiting) >= config.max_num_seqs or waited_s >= BATCH_WAIT_S[config.batching]
     return num_running == 0 and is_due

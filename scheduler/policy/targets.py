@@ -55,13 +55,9 @@ class Targets:
         return chunk_budget(self._step_model, target_s, max_tokens=max_tokens, decodes=decodes)
 
     def compute_s(self, start: int, end: int) -> float | None:
-        """How long prompt tokens from position `start` to `end` take to compute, in steps of their
-        own; None where nothing is known yet of such steps."""
-        live, most = self._step_model, self._config.max_num_batched_tokens
-        if live is None:
-            return None
-        chunks = [(i, min(i + most, end)) for i in range(start, end, most)]
-        return prefill_s(live, chunks)
+        """See `prefill_s`; None without a step model too."""
+        live, max_tokens = self._step_model, self._config.max_num_batched_tokens
+        return None if live is None else prefill_s(live, start, end, max_tokens)
 
     def applies_to(self, request: Request) -> bool:
         """Whether it may be refused. What an earlier engine accepted is accepted."""

@@ -66,6 +66,8 @@ class TimedChunkBudget(ChunkBudget):
         base = full._replace(tokens=self._num_tokens, prefill_tokens=0)
         self._device_s, self._host_s = self._model.sums_of(base)
         self._target_s = target_s / expected.tail
+        _, sequence, chunk, self._host_token_s = self._model.host
+        self._host_chunk_s = sequence + chunk
 
     def most(self, start: int) -> int:
         most = self.tokens_left
@@ -91,8 +93,7 @@ class TimedChunkBudget(ChunkBudget):
         linear -= per_below
         self._device_s += fixed + linear * num_tokens + quadratic * num_tokens**2
         self._device_s += per_below * below + per_above * above
-        host_fixed, host_linear = self._host_terms()
-        self._host_s += host_fixed + host_linear * num_tokens
+        self._host_s += self._host_chunk_s + self._host_token_s * num_tokens
         self._num_tokens += num_tokens
 
     def _within(self, start: int, factor: float) -> int:
@@ -107,8 +108,7 @@ class TimedChunkBudget(ChunkBudget):
         """Where tokens cost what they do above the knee, or below it."""
         fixed, linear, quadratic = self._device_terms(start, is_above=is_above)
         device_s = factor * (self._device_s + fixed)
-        host_fixed, host_linear = self._host_terms()
-        host_s = self._host_s + host_fixed
+        host_s, host_linear = self._host_s + self._host_chunk_s, self._host_token_s
         linear, quadratic = factor * linear, factor * quadratic
         if self._model.runs_ahead:
             on_device = _positive_root(linear, quadratic, self._target_s - device_s)
@@ -134,10 +134,6 @@ class TimedChunkBudget(ChunkBudget):
                 linear += kv_s + pair_s * (start + 0.5)
                 quadratic += pair_s / 2
         return fixed, linear, quadratic
-
-    def _host_terms(self) -> tuple[float, float]:
-        _, sequence, chunk, token = self._model.host
-        return sequence + chunk, token
 
     def _fitting(self, most: int) -> int:
         """No more than fill a graph: a step that is a little larger takes as long as the next."""

@@ -88,7 +88,7 @@ def test_the_scripts_own_choice_has_rank_1_and_every_other_id_its_distance() -> 
     ).logprobs
     assert entries is not None
     assert [(entry.rank, entry.logprob) for entry in entries[-3:]] == [(1, 0), (1, 0), (6, -5)]
-    assert entries[-1].top == ((answer[2], 0.0), (answer[2] + 1, -1.0))
+    assert entries[-1:][0].top == ((answer[2], 0.0), (answer[2] + 1, -1.0))
 
 
 def test_logprobs_of_a_prompt_of_one_token_are_none_at_all() -> None:
@@ -207,5 +207,5 @@ async def test_prompt_outputs_come_from_the_engine_process_once() -> None:
     (prompt,) = [output.prompt for output in outputs if output.prompt]
     assert outputs[0].prompt is prompt and outputs[0].index == 0
     assert isinstance(prompt, PromptOutput) and prompt.logprobs
-    assert len(prompt.logprobs) == 39 and len(prompt.logprobs[0].top) == 2
+    assert len(prompt.logprobs) == 39 and len(prompt.logprobs[:1][0].top) == 2
     assert len(prompt.embedding or b"") == 4 * info.hidden_size

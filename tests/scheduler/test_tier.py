@@ -359,7 +359,8 @@ class Tiers(RuleBasedStateMachine):
                     for table in sequence.tables[index : index + 1]
                     for block in table.block_ids[table.num_released :]
                 )
-                held.update(scheduler._loads.block_ids(index))
+                for load in scheduler._loads._open:
+                    held.update(i for block, i in load.block_ids.items() if block.group == index)
                 assert all(kv.ref_count(block) == held[block] for block in range(kv.num_blocks))
                 assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
 
