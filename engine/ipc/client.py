@@ -25,6 +25,7 @@ from penstock.engine.step.messages import (
     AdapterLoaded,
     FromLoop,
     OnWire,
+    RatesMeasured,
     Refused,
     StepReport,
 )
@@ -64,6 +65,7 @@ class EngineClient:
         """How many processes were replaced, by what ended them."""
         self._info: ModelInfo | None = None
         self._on_step: list[Callable[[StepReport], None]] = []
+        self._on_info: list[Callable[[ModelInfo], None]] = []
         self._on_progress: Callable[[LoadProgress], None] = lambda _: None
         self._on_restart: list[Callable[[], None]] = []
         self.last_report: StepReport | None = None
@@ -107,6 +109,10 @@ class EngineClient:
     def on_step(self, callback: Callable[[StepReport], None]) -> None:
         """Calls back with every step's report, on the event loop: for metrics."""
         self._on_step.append(callback)
+
+    def on_info(self, callback: Callable[[ModelInfo], None]) -> None:
+        """Calls back when `info` is known better."""
+        self._on_info.append(callback)
 
     def on_progress(self, callback: Callable[[LoadProgress], None]) -> None:
         """Calls back when a phase of the start begins, and about how far it is."""
@@ -237,6 +243,9 @@ class EngineClient:
         if isinstance(message, AdapterLoaded):
             self.adapters.on_loaded(message)
             return
+        if isinstance(message, RatesMeasured):
+            self._take_rates(message)
+            return
         self.last_report = message
         self._has_stepped = True
         if message.started:
@@ -244,6 +253,16 @@ class EngineClient:
         self.streams.push(self.recovery.take(message.outputs))
         for callback in self._on_step:
             callback(message)
+
+    def _take_rates(self, rates: RatesMeasured) -> None:
+        self._info = replace(
+            self.info,
+            measured_bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s,
+            measured_flops_per_s=rates.flops_per_s,
+            rates_are_doubtful=False,
+        )
+        for callback in self._on_info:
+            callback(self._info)
 
     def _on_end(self, end: End) -> None:
         if self._is_up:

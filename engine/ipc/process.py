@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.loading.executor import build_executor
 from penstock.engine.process import logs
@@ -29,7 +29,15 @@ from penstock.engine.process.phases import Phases
 from penstock.engine.step.adapter_commands import load_first
 from penstock.engine.step.executor import Executor
 from penstock.engine.step.loop import EngineLoop
-from penstock.engine.step.messages import Failed, FromEngine, OnWire, Ready, SubmitAlike, ToEngine
+from penstock.engine.step.messages import (
+    Failed,
+    FromEngine,
+    OnWire,
+    RatesMeasured,
+    Ready,
+    SubmitAlike,
+    ToEngine,
+)
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import first_step_model
 from penstock.scheduler.cache.kv_events import KVEvents
@@ -129,7 +137,23 @@ def serve(
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info, adapters))
-    EngineLoop(scheduler, executor, pipe, send, step_model=step_model).run()
+    when_idle = _measurement(info) if info.rates_are_doubtful else None
+    EngineLoop(scheduler, executor, pipe, send, step_model=step_model, when_idle=when_idle).run()
+
+
+def _measurement(info: ModelInfo) -> Callable[[], RatesMeasured | None]:
+    """Measures again what the machine can do, when there is nothing else to do."""
+    from penstock.engine.memory.dtypes import TORCH_DTYPES
+    from penstock.engine.memory.measured_rates import processor_meter
+
+    meter = processor_meter(TORCH_DTYPES[Dtype(info.dtype)])
+
+    def measure() -> RatesMeasured | None:
+        if (rates := meter.when_idle()) is None:
+            return None
+        return RatesMeasured(rates.measured_bandwidth_bytes_per_s, rates.measured_flops_per_s)
+
+    return measure
 
 
 def _publishing(

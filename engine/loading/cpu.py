@@ -203,7 +203,8 @@ class CpuLoading(DecoderLoading):
             computed_by += f" in each of {place.layout.size} processes"
         logger.info("computed by %s", computed_by)
         place.everyone.barrier()  # so that each measures its share
-        rates = measure_rates(self.device, self.dtype, self.phases)
+        is_shared = place.layout.size > 1
+        rates = measure_rates(self.device, self.dtype, self.phases, is_shared=is_shared)
         return self.described(size, computed_by=computed_by, **rates)
 
 

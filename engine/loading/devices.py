@@ -17,6 +17,7 @@ from penstock.engine.files.json_file import Fields
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.gpu_budget import MemoryBudget, pool_advice, pool_bytes
 from penstock.engine.memory.hardware import computes_bfloat16
+from penstock.engine.memory.measured_rates import RateMeter, rates_file
 from penstock.engine.memory.pool.kv_layout import GroupPool
 from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
 from penstock.engine.models.config import ModelConfig
@@ -101,12 +102,18 @@ def log_text_only(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def measure_rates(device: Device, dtype: torch.dtype, phases: Phases) -> dict[str, Any]:
-    """Returns the fields of `ModelInfo`; None where one is not measured."""
+def measure_rates(
+    device: Device, dtype: torch.dtype, phases: Phases, *, is_shared: bool = False
+) -> dict[str, Any]:
+    """Returns the fields of `ModelInfo`; None where one is not measured. is_shared: with other
+    ranks, which measure too."""
     with phases.timed("bandwidth", f"measuring how fast memory is {device.moves_memory}"):
         bandwidth = device.bandwidth()
     with phases.timed("flops", "measuring how fast matrices are multiplied"):
         flops = device.matmul_flops(dtype)
+    if bandwidth and flops and not device.has_kernels and not is_shared:
+        measured = bandwidth, flops
+        return RateMeter(dtype, lambda: measured, rates_file()).rates()._asdict()
     return {"measured_bandwidth_bytes_per_s": bandwidth, "measured_flops_per_s": flops}
 
 

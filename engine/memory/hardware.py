@@ -72,11 +72,11 @@ def _listed() -> dict[str, Any]:
         return {}
 
 
-def read_bandwidth(num_bytes: int, repeats: int = 3) -> float:
+def read_bandwidth(num_bytes: int = 2**28, repeats: int = 3) -> float:
     """Bytes per second that this process's torch threads read from memory: the best of a few runs.
 
-    num_bytes should be far more than the last-level cache. It sums integers, which is cheap enough
-    to be bound by memory.
+    num_bytes: more than any last-level cache we know; it takes 30 ms. It sums integers, which is
+    cheap enough to be bound by memory.
     """
     buffer = zeros_on_touch((num_bytes // 8,), torch.int64).fill_(1)
     return num_bytes / _least_s(buffer.sum, repeats)

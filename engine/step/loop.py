@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # How long to wait before looking again while work is waiting: for its batch to be due (static and
 # dynamic batching), or for a grammar to be compiled.
 _BATCH_POLL_S = 0.002
+_IDLE_S = 5.0
 
 
 class Inbox(Protocol):
@@ -73,9 +74,12 @@ class EngineLoop:
         send: Callable[[FromLoop], None],
         clock: Callable[[], float] = time.monotonic,
         step_model: LiveStepModel | None = None,
+        when_idle: Callable[[], FromLoop | None] | None = None,
     ) -> None:
-        """step_model: learns from every step, and predicts it."""
+        """step_model: learns from every step, and predicts it. when_idle: is called whenever there
+        has been nothing to do for some seconds, until it returns a message."""
         self._step_model = step_model
+        self._when_idle = when_idle
         self._scheduler = scheduler
         self._executor = executor
         self._inbox = inbox
@@ -115,7 +119,9 @@ class EngineLoop:
         """Applies all commands; returns the final outputs of the aborted answers."""
         aborted = []
         timeout_s = self._receive_timeout_s()
+        has_command = False
         for command in self._inbox.receive(timeout_s):
+            has_command = True
             if isinstance(command, Submit):
                 self._add(command.request)
             elif isinstance(command, Abort):
@@ -123,12 +129,19 @@ class EngineLoop:
                 aborted += self._scheduler.abort(command.request_id, command.index)
             else:
                 self._adapters.apply(command)
+        if timeout_s == _IDLE_S and not has_command:
+            self._use_idleness()
         if timeout_s != 0:
             self._busy_since_s = self._clock()
         self._release_ended(aborted)
         self._start_prepared()
         self._adapters.report_loaded()
         return aborted
+
+    def _use_idleness(self) -> None:
+        if self._when_idle and (message := self._when_idle()):
+            self._when_idle = None
+            self._send(message)
 
     def _add(self, request: Request) -> None:
         """It runs now or, where the executor has to prepare for it, later."""
@@ -187,7 +200,8 @@ class EngineLoop:
         if self._scheduler.num_running or self._launched:
             return 0.0
         is_waiting = self._scheduler.num_waiting or self._adapters.is_loading
-        return _BATCH_POLL_S if is_waiting else None
+        idle_s = _IDLE_S if self._when_idle else None
+        return _BATCH_POLL_S if is_waiting else idle_s
 
     def _launch(self) -> _Launched | None:
         started_s = self._clock()

@@ -181,7 +181,14 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
         return self.wait_s if self.computed_s is None else self.computed_s
 
 
+class RatesMeasured(msgspec.Struct, tag=True, frozen=True):
+    """Engine to server: what the machine does when nothing else runs; see `ModelInfo`."""
+
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+
+
 ToEngine = Submit | Abort | LoadAdapter | UnloadAdapter
 OnWire = ToEngine | SubmitAlike
-FromLoop = Refused | Accepted | StepReport | AdapterLoaded
+FromLoop = Refused | Accepted | StepReport | AdapterLoaded | RatesMeasured
 FromEngine = LoadProgress | Ready | Failed | FromLoop

@@ -100,6 +100,7 @@ class ModelInfo:
     max_model_len: the longest sequence this executor was sized for.
     hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
     types that it does not list; measured_bandwidth and measured_flops were measured at start.
+    rates_are_doubtful: beside other programs, so that the machine may be faster.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
     to launch the next step before it waits for the last one, which costs a step of delay, and gains
@@ -132,6 +133,7 @@ class ModelInfo:
     measured_bandwidth_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
     measured_flops_per_s: float | None = None
+    rates_are_doubtful: bool = False
     load_seconds: dict[str, float]
     computed_by: str | None = None
     experts: RoutedExperts | None = None

@@ -59,7 +59,7 @@ class Activity:
 
     def _utilization(self) -> list[str]:
         """MBU relative to the datasheet's bandwidth, or to the measured one if that is unknown."""
-        model = self._model
+        model = self._metrics.model or self._model
         peak = model.peak_bandwidth_bytes_per_s or model.measured_bandwidth_bytes_per_s
         return [f"MBU {self._metrics.recent().bytes_per_s / peak:.1%}"] if peak else []
 

@@ -202,11 +202,15 @@ class Metrics(Histograms):
         """Asks it at each scrape for what no step reports."""
         self._client = engine
         engine.on_step(self.on_step)
+        engine.on_info(self._on_info)
         engine.on_restart(self._on_restart)
 
     def _on_restart(self) -> None:
         """The next engine counts from 0, and nothing runs until it is ready."""
         self._earlier, self._stats, self._has_stats = self.stats, _NO_STATS, False
+
+    def _on_info(self, model: ModelInfo) -> None:
+        self.model = model
 
     def on_ready(self, model: ModelInfo) -> None:
         self.model = model
@@ -476,6 +480,13 @@ class Metrics(Histograms):
             },
             {kind: totals.bytes_per_s for kind, totals in by_class.items()},
         )
+        if model.measured_bandwidth_bytes_per_s:
+            yield gauge(
+                "measured_peaks_are_doubtful",
+                "1 if the measured peaks were measured beside other programs, so that utilization "
+                "of them may read too high; until they are measured again, when nothing else runs",
+                float(model.rates_are_doubtful),
+            )
         yield from utilization(
             "flops",
             "per_second",

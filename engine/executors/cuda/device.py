@@ -16,8 +16,6 @@ from penstock.scheduler.errors import InvalidConfig
 # Ampere, the first whose matrix units compute bfloat16.
 _MIN_CAPABILITY = (8, 0)
 _LARGEST_PROBE_BYTES = 2**31
-# Larger than any last-level cache we know; it takes 30 ms.
-_HOST_PROBE_BYTES = 256 * 2**20
 
 
 class Device(Protocol):
@@ -104,7 +102,7 @@ class Processor:
         """Nothing is cached."""
 
     def bandwidth(self) -> float | None:
-        return read_bandwidth(_HOST_PROBE_BYTES)
+        return read_bandwidth()
 
     def matmul_flops(self, dtype: torch.dtype) -> float | None:
         return matmul_flops(dtype)

@@ -7,7 +7,14 @@ import pytest
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.step.executor import PendingTokens
 from penstock.engine.step.loop import EngineLoop
-from penstock.engine.step.messages import Abort, FromEngine, Refused, StepReport, Submit
+from penstock.engine.step.messages import (
+    Abort,
+    FromEngine,
+    RatesMeasured,
+    Refused,
+    StepReport,
+    Submit,
+)
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
@@ -42,7 +49,7 @@ class Noting:
 
 class Bench:
     def __init__(self, runs_ahead: bool = False, num_stages: int = 1) -> None:
-        scheduler = Scheduler(
+        self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4),
             groups=[KVGroup(64)],
             block_size=16,
@@ -52,7 +59,7 @@ class Bench:
         self.inbox = ListInbox()
         self.sent: list[FromEngine] = []
         self.executor = SlowExecutor(runs_ahead=runs_ahead, num_stages=num_stages)
-        self.loop = EngineLoop(scheduler, self.executor, self.inbox, self.sent.append)
+        self.loop = EngineLoop(self.scheduler, self.executor, self.inbox, self.sent.append)
 
     def reports(self) -> list[StepReport]:
         return [message for message in self.sent if isinstance(message, StepReport)]
@@ -110,6 +117,28 @@ def test_an_idle_loop_waits_for_a_command_and_a_busy_one_does_not() -> None:
     bench.loop.step()
     bench.loop.step()
     assert bench.inbox.patience == [None, None, 0.0]
+
+
+def test_after_some_seconds_without_a_command_it_asks_what_to_do_until_there_is_an_answer() -> None:
+    bench = Bench()
+    asked: list[float | None] = []
+
+    def when_idle() -> RatesMeasured | None:
+        asked.append(bench.inbox.patience[-1])
+        return RatesMeasured(1.0, 2.0) if len(asked) == 2 else None
+
+    bench.loop = EngineLoop(
+        bench.scheduler, bench.executor, bench.inbox, bench.sent.append, when_idle=when_idle
+    )
+    bench.loop.step()
+    bench.inbox.commands.append(Submit(make_request("a", 5, max_tokens=1)))
+    bench.loop.step()
+    assert len(asked) == 1
+    bench.loop.step()
+    bench.loop.step()
+    assert asked == [5.0, 5.0]
+    assert [message for message in bench.sent if isinstance(message, RatesMeasured)]
+    assert bench.inbox.patience[-1] is None
 
 
 def test_an_abort_takes_effect_before_the_next_step_and_is_reported() -> None:
