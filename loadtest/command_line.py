@@ -72,9 +72,6 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_HELP, _HELP_ALL = "--help", "--help-all"
-
-
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Shows the default of each flag that has one; examples keep their lines."""
 
@@ -87,14 +84,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
         return super()._get_help_string(action)
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, BenchParser)
-        parser.show_all()
-        parser.print_help()
-        parser.exit()
-
-
 class BenchParser(argparse.ArgumentParser):
     """Raises InvalidConfig for a wrong command line, with the flag that was probably meant.
 
@@ -104,27 +93,23 @@ class BenchParser(argparse.ArgumentParser):
     def __init__(self, common: frozenset[str] = frozenset(), **settings: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **settings)
         self._common = common
-        self._hidden: list[tuple[argparse.Action, str | None]] = []
         if common:
-            self.add_argument(_HELP_ALL, action=_HelpAll, nargs=0, help="describe every flag")
+            self.add_argument("--help-all", action="help", help="describe every flag")
 
-    def hide_uncommon(self) -> None:
-        """Called when all flags are added."""
+    def _hide_uncommon(self) -> None:
         for action in self._actions:
-            if not {*action.option_strings} & {*self._common, _HELP, _HELP_ALL}:
-                self._hidden.append((action, action.help))
+            if not {*action.option_strings} & {*self._common, "--help", "--help-all"}:
                 action.help = argparse.SUPPRESS
-
-    def show_all(self) -> None:
-        for action, text in self._hidden:
-            action.help = text
-        self.epilog = None
+        self.epilog = f"{self.prog} --help-all describes every flag."
 
     def error(self, message: str) -> NoReturn:
         raise InvalidConfig(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def parse_args(self, args: list[str]) -> argparse.Namespace:  # type: ignore[override]
-        options, unknown = self.parse_known_args(with_dashes(args))
+        args = with_dashes(args)
+        if self._common and "--help-all" not in args:
+            self._hide_uncommon()
+        options, unknown = self.parse_known_args(args)
         if unknown:
             self.error(self._explained(unknown[0].partition("=")[0]))
         return options

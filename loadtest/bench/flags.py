@@ -71,10 +71,8 @@ def make_parser() -> BenchParser:
         prog="penstock bench",
         usage=_USAGE,
         description=_DESCRIPTION,
-        epilog="penstock bench --help-all describes every flag.",
     )
     add_groups(parser, *_GROUPS)
-    parser.hide_uncommon()
     return parser
 
 

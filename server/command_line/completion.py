@@ -44,7 +44,6 @@ def whole(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     for name, command in COMMANDS.items():
         commands.choices[name] = command.module.make_parser()
-    commands.choices["bench"].show_all()  # a flag without help is not completed
     for each in commands.choices.values():
         for action in each._actions:
             _complete_paths(action)
