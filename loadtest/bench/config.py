@@ -53,8 +53,6 @@ class BenchConfig:
 
 def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
     """Raises InvalidConfig."""
-    workload, report = workload_config(args), report_config(args)
-    sweep = sweep_config(args, workload, report)
     target = TargetConfig(
         base_url=_base_url(args),
         endpoint=_endpoint(args),
@@ -67,18 +65,14 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
         is_insecure=args.insecure,
         request_timeout_s=args.request_timeout,
     )
-    return replace(
-        measured_config(args, workload, report),
-        target=target,
-        sweep=sweep,
-        expected=_expectation(args, workload),
-    )
+    config = measured_config(args)
+    return replace(config, target=target, expected=_expectation(args, config.workload))
 
 
-def measured_config(
-    args: argparse.Namespace, workload: WorkloadConfig, report: ReportConfig
-) -> BenchConfig:
+def measured_config(args: argparse.Namespace) -> BenchConfig:
     """The settings of a load and its report, whatever it is sent to. Raises InvalidConfig."""
+    workload, report = workload_config(args), report_config(args)
+    sweep = sweep_config(args, workload, report)
     _check_result_flags(args)
     parse_pairs("--metadata", args.metadata)
     for flag, path in _output_paths(args).items():
@@ -86,7 +80,7 @@ def measured_config(
     if args.plot_dir is not None:
         check_matplotlib()
     count = None if args.tokenizer is None else tokenizer_counter(args.tokenizer)
-    return BenchConfig(args=args, count=count, workload=workload, report=report)
+    return BenchConfig(args=args, count=count, workload=workload, report=report, sweep=sweep)
 
 
 def _expectation(args: argparse.Namespace, workload: WorkloadConfig) -> Expectation | None:

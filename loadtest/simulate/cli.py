@@ -5,12 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.loadtest.bench.config import (
-    BenchConfig,
-    measured_config,
-    report_config,
-    workload_config,
-)
+from penstock.loadtest.bench.config import BenchConfig, measured_config
 from penstock.loadtest.bench.flags import add_groups
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of, show, write
@@ -99,7 +94,7 @@ def _config(args: argparse.Namespace) -> BenchConfig:
     if args.prompt_format == PromptFormat.TEXT:
         raise InvalidConfig("--prompt-format text says nothing here: prompts are simulated as ids")
     require(args.replicas >= 1, "--replicas", args.replicas, "at least 1")
-    return measured_config(args, workload_config(args), report_config(args))
+    return measured_config(args)
 
 
 def _simulate(config: BenchConfig, named: NamedServer) -> int:
