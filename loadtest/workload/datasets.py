@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.loadtest.workload.config import Dataset
 from penstock.scheduler.errors import InvalidConfig
 
 T = TypeVar("T")
@@ -216,6 +217,15 @@ def _traffic_rows(path: Path) -> Iterator[TraceRow]:
         row = _decode(where, line, _TrafficLine)
         more = {"tenant": str(row.tenant), "priority": row.priority}
         yield _row_of_blocks(where, row, header.block_tokens, **more)
+
+
+READERS: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
+    Dataset.AZURE: read_azure,
+    Dataset.BURSTGPT: read_burstgpt,
+    Dataset.MOONCAKE: read_mooncake,
+    Dataset.RECORDING: read_recording,
+    Dataset.TRAFFIC: read_traffic,
+}
 
 
 class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):

@@ -6,12 +6,11 @@ longer outputs do not change the prompts, and another rate stretches the same ar
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.loadtest.workload.config import (
     DEFAULT_CUSTOM_OUTPUT_LEN,
@@ -22,21 +21,18 @@ from penstock.loadtest.workload.config import (
     arrival_times,
 )
 from penstock.loadtest.workload.datasets import (
+    READERS,
     BadDataset,
     TextRow,
     TraceRow,
-    read_azure,
-    read_burstgpt,
     read_custom,
-    read_mooncake,
-    read_recording,
     read_sharegpt,
-    read_traffic,
 )
 from penstock.loadtest.workload.token_counter import TokenCounter, estimate_tokens
 from penstock.scheduler.errors import InvalidConfig
 
 T = TypeVar("T")
+_Counted: TypeAlias = tuple[TextRow, int, int]  # and the tokens of its prompt and of its output
 
 # Short common words: in most tokenizers each, with the space before it, is one token.
 _WORD_LIST = """
@@ -52,14 +48,6 @@ WORDS = _WORD_LIST.split()
 SHAREGPT_MIN_TOKENS, SHAREGPT_MAX_PROMPT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 # Texts per call of the counter: a tokenizer encodes them in parallel; few are counted in vain.
 TEXTS_AT_ONCE = 64
-
-_TRACES: dict[Dataset, Callable[[Path], Iterator[TraceRow]]] = {
-    Dataset.AZURE: read_azure,
-    Dataset.BURSTGPT: read_burstgpt,
-    Dataset.MOONCAKE: read_mooncake,
-    Dataset.RECORDING: read_recording,
-    Dataset.TRAFFIC: read_traffic,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +159,7 @@ def _trace_requests(config: WorkloadConfig, limit: _ContextLimit) -> list[TimedR
     assert config.dataset_path is not None
     fitting = (
         row
-        for row in _TRACES[config.dataset](config.dataset_path)
+        for row in READERS[config.dataset](config.dataset_path)
         if limit.fits(row.num_prompt_tokens, row.num_output_tokens)
     )
     rows = list(islice(fitting, config.num_prompts))
@@ -217,20 +205,24 @@ def _trace_prompt(
 def _text_requests(
     config: WorkloadConfig, count: TokenCounter, limit: _ContextLimit
 ) -> list[TimedRequest]:
-    is_conversations = config.dataset is Dataset.SHAREGPT
-    rows = (
-        _sharegpt_requests(config, count) if is_conversations else _custom_requests(config, count)
-    )
-    fitting = (row for row in rows if limit.fits(row.num_prompt_tokens, row.max_tokens))
-    requests = list(islice(fitting, config.num_prompts))
-    arrivals = _arrivals(config, len(requests))
+    rows = (_sharegpt_rows if config.dataset is Dataset.SHAREGPT else _custom_rows)(config, count)
+    fitting = (each for each in rows if limit.fits(*each[1:]))
+    chosen = list(islice(fitting, config.num_prompts))
+    arrivals = _arrivals(config, len(chosen))
     return [
-        replace(request, index=index, arrival_s=at)
-        for index, (request, at) in enumerate(zip(requests, arrivals, strict=True))
+        TimedRequest(
+            index=index,
+            arrival_s=arrivals[index],
+            prompt=row.prompt,
+            num_prompt_tokens=num_prompt,
+            max_tokens=num_output,
+            messages=row.messages,
+        )
+        for index, (row, num_prompt, num_output) in enumerate(chosen)
     ]
 
 
-def _sharegpt_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[TimedRequest]:
+def _sharegpt_rows(config: WorkloadConfig, count: TokenCounter) -> Iterator[_Counted]:
     """First turns, with the second turn's length as output length unless one is given.
 
     Very short and very long ones are left out, as in `vllm bench serve`.
@@ -249,17 +241,17 @@ def _sharegpt_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[
             )
             is_total_allowed = num_prompt + num_output <= SHAREGPT_MAX_TOTAL
             if is_long_enough and num_prompt <= SHAREGPT_MAX_PROMPT and is_total_allowed:
-                yield _text_request(TextRow(prompt=prompt), num_prompt, num_output)
+                yield TextRow(prompt=prompt), num_prompt, num_output
 
 
-def _custom_requests(config: WorkloadConfig, count: TokenCounter) -> Iterator[TimedRequest]:
+def _custom_rows(config: WorkloadConfig, count: TokenCounter) -> Iterator[_Counted]:
     assert config.dataset_path is not None
     for rows in _batches(read_custom(config.dataset_path, is_chat=config.is_chat)):
         counts = count([_text_of(row) for row in rows])
         for row, num_words in zip(rows, counts, strict=True):
             num_tokens = len(row.prompt) if isinstance(row.prompt, list) else num_words
             max_tokens = config.custom_output_len or row.max_tokens or DEFAULT_CUSTOM_OUTPUT_LEN
-            yield _text_request(row, num_tokens, max_tokens)
+            yield row, num_tokens, max_tokens
 
 
 def _text_of(row: TextRow) -> str:
@@ -272,17 +264,6 @@ def _batches(rows: Iterable[T]) -> Iterator[list[T]]:
     rows = iter(rows)
     while some := list(islice(rows, TEXTS_AT_ONCE)):
         yield some
-
-
-def _text_request(row: TextRow, num_prompt_tokens: int, max_tokens: int) -> TimedRequest:
-    return TimedRequest(
-        index=0,
-        arrival_s=0.0,
-        prompt=row.prompt,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=max_tokens,
-        messages=row.messages,
-    )
 
 
 def _request(
