@@ -136,28 +136,21 @@ def _against_throughput(rates: Sequence[Measurement], metric: str) -> Lines:
     }
     points = _points(list(whole.values()), metric)
     stopped = _points([run for run in in_order if run.observed.is_interrupted], metric)
+
+    def drawn(
+        name: str, points: list[tuple[float, ...]], column: int, *, has_line: bool = True
+    ) -> Series:
+        xs, ys = [point[0] for point in points], [point[column] for point in points]
+        return Series(name=name, xs=xs, ys=ys, has_marks=True, has_line=has_line)
+
     return Lines(
         slug=f"{metric}-against-throughput",
         title=f"{title} against throughput",
         x_label="output tokens/s",
         y_label=f"{short}, ms",
         series=[
-            Series(
-                name=name,
-                xs=[point[0] for point in points],
-                ys=[point[column] for point in points],
-                has_marks=True,
-            )
-            for column, name in enumerate((f"p{percent}" for percent in PERCENTILES), start=1)
-        ]
-        + [
-            Series(
-                name="p99 of rates stopped early",
-                xs=[point[0] for point in stopped],
-                ys=[point[-1] for point in stopped],
-                has_marks=True,
-                has_line=False,
-            )
+            *(drawn(f"p{percent}", points, n) for n, percent in enumerate(PERCENTILES, start=1)),
+            drawn("p99 of rates stopped early", stopped, -1, has_line=False),
         ],
     )
 

@@ -79,18 +79,13 @@ def _lines(figure: Lines) -> str:
     parts = [_axes(x, y, figure.x_label, figure.y_label, HEIGHT, right)]
     for index, series in enumerate(figure.series):
         if series.has_line:
-            parts.append(_line(series, index, x, y))
+            points = zip(map(x, series.xs), map(y, series.ys), strict=True)
+            path = " ".join(f"{at:.1f},{value:.1f}" for at, value in points)
+            parts.append(f'<polyline class="line s{index}" points="{path}"/>')
         if series.has_marks:
             parts += _points(series, index, x, y)
     parts += _marks(figure.marks, x, y, right)
     return _svg(figure.title, HEIGHT, "".join(parts))
-
-
-def _line(series: Series, index: int, x: _Scale, y: _Scale) -> str:
-    points = " ".join(
-        f"{x(at):.1f},{y(value):.1f}" for at, value in zip(series.xs, series.ys, strict=True)
-    )
-    return f'<polyline class="line s{index}" points="{points}"/>'
 
 
 def _points(series: Series, index: int, x: _Scale, y: _Scale) -> list[str]:
@@ -183,10 +178,10 @@ def _axes(
     for tick in x.ticks:
         parts.append(f'<path class="axis" d="M{x(tick):.1f} {TOP}V{floor}"/>')
         parts.append(_text(x(tick), floor + 16, f"{tick:,.6g}", "middle"))
-    for tick in y.ticks if y else ():
-        assert y is not None
-        parts.append(f'<path class="axis" d="M{LEFT} {y(tick):.1f}H{right}"/>')
-        parts.append(_text(LEFT - 6, y(tick) + 4, f"{tick:,.6g}", "end"))
+    if y is not None:
+        for tick in y.ticks:
+            parts.append(f'<path class="axis" d="M{LEFT} {y(tick):.1f}H{right}"/>')
+            parts.append(_text(LEFT - 6, y(tick) + 4, f"{tick:,.6g}", "end"))
     parts.append(_text((LEFT + right) / 2, height - 6, x_label, "middle"))
     turned = f' transform="rotate(-90 14 {middle:.1f})"'
     return "".join([*parts, _text(14, middle, y_label, "middle", turned) if y_label else ""])
