@@ -27,11 +27,12 @@ from penstock.engine.step.executor import (
     block_copies,
     check_no_adapter,
 )
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
+from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.types import (
     FinishReason,
     Pooling,

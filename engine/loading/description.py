@@ -9,7 +9,8 @@ from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import PoolSize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.layout import ONE_RANK, RankLayout
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.step_model.amounts import AttentionGroup
 
 
 def describe(

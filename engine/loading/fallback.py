@@ -38,9 +38,10 @@ from penstock.engine.models.fallback.load import (
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.lora.store import no_adapters
 from penstock.engine.sampling.grammar_table import load_grammars
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.step_model.amounts import AttentionGroup
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,29 @@
 """`Amounts`: what one step makes the device and the host do. The inputs of a step model."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGroup:
+    """The layers whose tokens attend to the same number of positions: `window`, the token's own
+    included, or None for all before it.
+
+    Over all layers of the group, kv_bytes_per_token: keys and values of one position, as they are
+    read; held_bytes_per_token: as they are held in memory, where that is less because layers share
+    them; flops_per_pair: one (query, key) pair.
+    """
+
+    window: int | None
+    kv_bytes_per_token: int
+    flops_per_pair: int
+    held_bytes_per_token: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of one position in memory."""
+        held = self.held_bytes_per_token
+        return self.kv_bytes_per_token if held is None else held
 
 
 class Amounts(NamedTuple):

@@ -17,7 +17,6 @@ from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.amounts import (
     DEVICE_UNITS,
     HOST_UNITS,
-    Amounts,
     device_row,
     host_row,
 )
@@ -76,10 +75,8 @@ def fit(samples: Sequence[StepSample], *, runs_ahead: bool) -> StepModel:
         if best is None or score < 0.99 * best[0]:
             best = (score, replace(whole, errors=errors))
     assert best is not None
-    by_class: dict[StepClass, list[Amounts]] = {}
-    for sample in samples:
-        by_class.setdefault(sample.kind, []).append(sample.amounts)
-    covered = {kind: ranges_of(steps) for kind, steps in by_class.items()}
+    kinds = dict.fromkeys(sample.kind for sample in samples)
+    covered = {kind: ranges_of([s.amounts for s in samples if s.kind is kind]) for kind in kinds}
     return replace(best[1], covered=covered)
 
 

@@ -14,6 +14,7 @@ from penstock.scheduler.step_model.amounts import (
     DEVICE_UNITS,
     HOST_UNITS,
     Amounts,
+    AttentionGroup,
     device_row,
     host_row,
 )
@@ -43,22 +44,11 @@ _MEMORY = 0.9999
 _FADE_EVERY = 64
 
 
-class WindowedLayers(Protocol):
-    """See `penstock.engine.step.model_info.AttentionGroup`."""
-
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def kv_bytes_per_token(self) -> int: ...
-    @property
-    def flops_per_pair(self) -> int: ...
-
-
 class SteppedModel(Protocol):
     """The properties of a model by which its steps are predicted: see `ModelInfo`."""
 
     @property
-    def attention(self) -> tuple[WindowedLayers, ...]: ...
+    def attention(self) -> tuple[AttentionGroup, ...]: ...
     @property
     def runs_ahead(self) -> bool: ...
     @property

@@ -23,14 +23,13 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.step.model_info import AttentionGroup
 from penstock.loadtest.report.report import RequestResult, percentile
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
 from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.stats import StepClass
-from penstock.scheduler.step_model.amounts import DEVICE_UNITS
+from penstock.scheduler.step_model.amounts import DEVICE_UNITS, AttentionGroup
 from penstock.scheduler.step_model.analytic import analytic_model
 from penstock.scheduler.step_model.model import QUANTILES, ClassError, StepModel
 

@@ -13,7 +13,8 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
+from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.types import Finish, FinishReason, RequestId, RequestOutput
 from penstock.server.api.openai.chat_writer import ChatWriter
 from penstock.server.api.openai.writer import Head, encode

@@ -5,9 +5,9 @@ from dataclasses import replace
 from random import Random
 
 from penstock.engine.executors.scripted import scripted_info
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepClass
-from penstock.scheduler.step_model.amounts import Amounts
+from penstock.scheduler.step_model.amounts import Amounts, AttentionGroup
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.step_model.samples import StepSample, sample_of
 

@@ -15,7 +15,7 @@ from penstock.engine.executors import predicted
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import FromEngine, StepReport, Submit, ToEngine
-from penstock.engine.step.model_info import AttentionGroup, ModelInfo
+from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import FrontEnd
 from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
@@ -24,6 +24,7 @@ from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.batch import work_of
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import (
     Request,

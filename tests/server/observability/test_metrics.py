@@ -15,11 +15,11 @@ from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.engine.step.executor import PendingTokens
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import Abort, FromEngine, StepReport, Submit, ToEngine
-from penstock.engine.step.model_info import AttentionGroup
 from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import NO_WORK, GroupBlocks, SchedulerStats, StepClass
+from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.types import Finish, RequestId, ScheduledBatch
 from penstock.server.observability.metrics import Metrics
 from penstock.server.observability.step_window import RecentSteps
