@@ -20,7 +20,6 @@ from penstock.loadtest.calibrate.engine_flags import add_engine_flags
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
-    Candidate,
     Candidates,
     make_candidates,
 )
@@ -154,7 +153,11 @@ def _capacity_plan(
     own_rate, rate = 1.0, None if math.isinf(args.request_rate) else args.request_rate
     if task.workload.follows_trace:
         rate = own_rate = load.own_rate()
-    searched = _search(task, candidates.all, load, args.jobs or os.cpu_count() or 1)
+    total = len(candidates.all)
+    num_processes = min(args.jobs or os.cpu_count() or 1, total)
+    processes = f"{num_processes} process{'es' * (num_processes > 1)}"
+    say(f"{total} candidates, {task.seconds:g} s a probe, {processes}")
+    searched = search_all(task, candidates.all, load, num_processes, _progress(total))
     ranked, choice, check = sized(searched, rate), None, None
     notes = [*candidates.notes, *candidates.left_out]
     if args.calibration is None:
@@ -193,16 +196,6 @@ def _checked(args: argparse.Namespace) -> tuple[WorkloadConfig, Targets]:
     limits_ms = report_config(args).goodput_ms
     assert limits_ms  # the flag is required
     return workload_config(args), Targets(limits_ms)
-
-
-def _search(
-    task: Task, candidates: list[Candidate], load: Load, num_processes: int
-) -> list[Searched]:
-    num_processes = min(num_processes, len(candidates))
-    processes = f"{num_processes} processes" if num_processes > 1 else "1 process"
-    say(f"{len(candidates)} candidates, {task.seconds:g} s a probe, {processes}")
-    progress = _progress(len(candidates))
-    return search_all(task, candidates, load, num_processes, progress)
 
 
 def _progress(total: int) -> Callable[[int, Searched], None]:

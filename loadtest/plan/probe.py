@@ -1,20 +1,16 @@
-"""`Targets` of a plan, the judge that ends a simulation which cannot meet them, and `Point`: one
-candidate that was simulated at one rate."""
+"""`Targets` of a plan, and `Point`: one candidate that was simulated at one rate."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.report.report import Replay, RequestResult, is_good, percentile, seconds_of
+from penstock.loadtest.report.report import Replay, is_good, percentile, seconds_of
 from penstock.loadtest.simulate.outcome import server_figures
 from penstock.loadtest.simulate.replica import SimulatedServer
-from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
+from penstock.loadtest.simulate.simulation import PERCENT, Plan, Simulated, TargetJudge, simulate
 from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.stats import expected_work
-
-PERCENT = 99.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +38,6 @@ class Targets:
         if math.isnan(seconds):  # between two ranks, one of which is infinite
             seconds = values[math.floor((len(values) - 1) * percent / 100)]
         return seconds * 1e3
-
-
-class TargetJudge:
-    """Ends a simulation once more requests are too slow than a percentile leaves out."""
-
-    def __init__(self, targets: Targets, num_requests: int) -> None:
-        self._limits_s = {metric: limit / 1e3 for metric, limit in targets.limits_ms.items()}
-        # The sorted values up to the percentile's rank must be within the limit.
-        self._num_allowed = num_requests - 1 - math.floor((num_requests - 1) * PERCENT / 100)
-        self._num_late = dict.fromkeys(targets.limits_ms, 0)
-
-    def on_end(self, result: RequestResult) -> None:
-        for metric, limit_s in self._limits_s.items():
-            self._num_late[metric] += seconds_of(result, metric) > limit_s
-
-    def is_over(self, open_results: Iterable[RequestResult], now_s: float) -> bool:
-        """Open requests count as soon as they are late, whatever becomes of them."""
-        late = dict(self._num_late)
-        ttft_s, e2el_s = (self._limits_s.get(metric, math.inf) for metric in ("ttft", "e2el"))
-        for result in open_results:
-            arrived = result.arrivals_s
-            waited_s = (arrived[0] if arrived else now_s) - result.start_s
-            if waited_s > ttft_s:
-                late["ttft"] += 1
-            if now_s - result.start_s > e2el_s:
-                late["e2el"] += 1
-        return any(num > self._num_allowed for num in late.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +93,7 @@ def probe(
 ) -> Point:
     """requests: those of the rate. Ended early where the targets cannot be met any more."""
     plan = Plan(server=candidate.server, num_replicas=num_replicas)
-    simulated = simulate(plan, requests, judge=TargetJudge(targets, len(requests)))
+    simulated = simulate(plan, requests, judge=TargetJudge(targets.limits_ms, len(requests)))
     observed = simulated.observed
     point = Point(
         rate=rate,

@@ -41,29 +41,6 @@ class StepRecord(NamedTuple):
     kv_usage: float
 
 
-class _Inbox:
-    """Requests that are on their way, in order of arrival. known_until_s: what comes later may not
-    be among them yet."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self.coming: deque[Request] = deque()
-        self.known_until_s = math.inf
-
-    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
-        """Those that have arrived. To wait is to advance the clock."""
-        coming, clock = self.coming, self._clock
-        if timeout_s != 0:
-            next_s = min(coming[0].arrival_s if coming else math.inf, self.known_until_s)
-            until_s = next_s if timeout_s is None else min(next_s, clock.now_s + timeout_s)
-            assert until_s < math.inf, "a replica without work was stepped: it would wait for ever"
-            clock.advance_to(until_s)
-        arrived = []
-        while coming and coming[0].arrival_s <= clock.now_s:
-            arrived.append(Submit(coming.popleft()))
-        return arrived
-
-
 class FrontEndQueue:
     """How requests and tokens wait for the server's other process. Call it in the order of time.
 
@@ -120,10 +97,10 @@ class Replica:
             step_model=live,
             num_cohorts=info.pipeline_parallel_size,
         )
-        self._inbox = _Inbox(self.clock)
-        self._loop = EngineLoop(
-            self.scheduler, self.executor, self._inbox, self._send, self.clock, live
-        )
+        # Requests on their way, in order of arrival. What comes later may not be among them yet.
+        self._coming: deque[Request] = deque()
+        self._known_until_s = math.inf
+        self._loop = EngineLoop(self.scheduler, self.executor, self, self._send, self.clock, live)
         self._front_end, self.queue = server.front_end, FrontEndQueue(server.front_end)
         # The engine has sent this at that time, and the front end has not yet written it.
         self._report: tuple[float, StepOutputs] | None = None
@@ -137,7 +114,7 @@ class Replica:
         """When it does something next; infinite where it has nothing to do."""
         if self._report or self.scheduler.has_work:
             return self.clock.now_s
-        coming = self._inbox.coming
+        coming = self._coming
         return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
 
     def submit(self, request: Request) -> bool:
@@ -146,7 +123,7 @@ class Replica:
         if self.num_open >= self._max_open:
             return False
         self.num_open += 1
-        self._inbox.coming.append(request)
+        self._coming.append(request)
         return True
 
     def step(self, known_until_s: float) -> None:
@@ -161,8 +138,21 @@ class Replica:
             self._report = None
             return
         costs = self._front_end
-        self._inbox.known_until_s = known_until_s + costs.request_s + costs.delay_s
+        self._known_until_s = known_until_s + costs.request_s + costs.delay_s
         self._loop.step()
+
+    def receive(self, timeout_s: float | None) -> Iterable[ToEngine]:
+        """The requests that have arrived, for its loop. To wait is to advance the clock."""
+        coming, clock = self._coming, self.clock
+        if timeout_s != 0:
+            next_s = min(coming[0].arrival_s if coming else math.inf, self._known_until_s)
+            until_s = next_s if timeout_s is None else min(next_s, clock.now_s + timeout_s)
+            assert until_s < math.inf, "a replica without work was stepped: it would wait for ever"
+            clock.advance_to(until_s)
+        arrived = []
+        while coming and coming[0].arrival_s <= clock.now_s:
+            arrived.append(Submit(coming.popleft()))
+        return arrived
 
     def _send(self, message: FromLoop) -> None:
         if isinstance(message, Accepted):

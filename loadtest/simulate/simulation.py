@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.engine.step.messages import Refused
-from penstock.loadtest.report.report import Replay, RequestResult
+from penstock.loadtest.report.report import Replay, RequestResult, seconds_of
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest, make_prompt
@@ -25,8 +25,8 @@ from penstock.scheduler.routing import RouterPolicy, make_router, prefix_digests
 from penstock.scheduler.stats import SchedulerStats, StepClass
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 
-# Steps from one question to the judge to the next.
-_JUDGED_EVERY = 64
+# Steps from one question to the judge to the next, and the percentile that its targets are of.
+_JUDGED_EVERY, PERCENT = 64, 99.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +62,31 @@ class Simulated:
         return sum(map(len, self.steps))
 
 
-class Judge(Protocol):
-    """May end a simulation early, when its result is certain."""
+class TargetJudge:
+    """Ends a simulation once more requests are too slow than a percentile leaves out."""
+
+    def __init__(self, limits_ms: dict[str, float], num_requests: int) -> None:
+        self._limits_s = {metric: limit / 1e3 for metric, limit in limits_ms.items()}
+        # The sorted values up to the percentile's rank must be within the limit.
+        self._num_allowed = num_requests - 1 - math.floor((num_requests - 1) * PERCENT / 100)
+        self._num_late = dict.fromkeys(limits_ms, 0)
 
     def on_end(self, result: RequestResult) -> None:
-        """Is called with every request that has ended."""
+        for metric, limit_s in self._limits_s.items():
+            self._num_late[metric] += seconds_of(result, metric) > limit_s
 
     def is_over(self, open_results: Iterable[RequestResult], now_s: float) -> bool:
-        """Asked now and then. open_results: of requests that were sent and have not ended."""
+        """Open requests count as soon as they are late, whatever becomes of them."""
+        late = dict(self._num_late)
+        ttft_s, e2el_s = (self._limits_s.get(metric, math.inf) for metric in ("ttft", "e2el"))
+        for result in open_results:
+            arrived = result.arrivals_s
+            waited_s = (arrived[0] if arrived else now_s) - result.start_s
+            if waited_s > ttft_s:
+                late["ttft"] += 1
+            if now_s - result.start_s > e2el_s:
+                late["e2el"] += 1
+        return any(num > self._num_allowed for num in late.values())
 
 
 @lru_cache(maxsize=1024)
@@ -91,7 +108,7 @@ def simulate(
     *,
     factors: dict[StepClass, float] | None = None,
     on_progress: Callable[[int, int], None] = lambda num_done, num_steps: None,
-    judge: Judge | None = None,
+    judge: TargetJudge | None = None,
 ) -> Simulated:
     """factors: what step times are multiplied by, by class. on_progress: called now and then.
 
@@ -142,7 +159,7 @@ class _Simulation:
         plan: Plan,
         requests: Sequence[TimedRequest],
         factors: dict[StepClass, float],
-        judge: Judge | None,
+        judge: TargetJudge | None,
     ) -> None:
         self._plan = plan
         self._judge = judge

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.config import Dtype, KVCacheDtype
-from penstock.loadtest.plan.probe import TargetJudge, Targets
+from penstock.loadtest.plan.probe import Targets
 from penstock.loadtest.plan.search import Load, find_limit
 from penstock.loadtest.report.report import Replay
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.server import planned_server
-from penstock.loadtest.simulate.simulation import Plan, simulate
+from penstock.loadtest.simulate.simulation import Plan, TargetJudge, simulate
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import TimedRequest
 from penstock.scheduler.config import SchedulerConfig
@@ -114,7 +114,7 @@ def best_together(
 
         def measure(rate: float, server: SimulatedServer = server) -> Tried:
             requests = load.at(rate)
-            judge = TargetJudge(targets, len(requests))
+            judge = TargetJudge(targets.limits_ms, len(requests))
             observed = simulate(Plan(server=server), requests, judge=judge).observed
             return Tried(rate, targets.are_met(observed))
 
@@ -135,7 +135,7 @@ def best_apart(
 
     def prefills(rate: float) -> Tried:
         requests = [replace(request, max_tokens=1) for request in load.at(rate)]
-        judge = TargetJudge(ttft, len(requests))
+        judge = TargetJudge(ttft.limits_ms, len(requests))
         observed = simulate(Plan(server=prefill), requests, judge=judge).observed
         return Tried(rate, ttft.are_met(observed))
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from penstock.loadtest.plan.candidates import Candidate
-from penstock.loadtest.plan.probe import TargetJudge, Targets, probe
+from penstock.loadtest.plan.probe import Targets, probe
 from penstock.loadtest.plan.search import SHARES, Load, find_limit, search
 from penstock.loadtest.report.report import Replay, RequestResult
 from penstock.loadtest.simulate.replica import SimulatedServer
-from penstock.loadtest.simulate.simulation import Plan, simulate
+from penstock.loadtest.simulate.simulation import Plan, TargetJudge, simulate
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
@@ -146,7 +146,7 @@ def test_a_target_is_of_the_99th_percentile_and_failures_count(
     results += [result(num + index, 9.0, error=error) for index in range(num_late)]
     observed = Replay(results=results, duration_s=1.0, client_cpu_share=0.0)
     assert targets.are_met(observed) == is_met
-    judge = TargetJudge(targets, num)
+    judge = TargetJudge(targets.limits_ms, num)
     for each in results:
         judge.on_end(each)
     assert judge.is_over([], 0.0) == (not is_met)
@@ -155,7 +155,7 @@ def test_a_target_is_of_the_99th_percentile_and_failures_count(
 def test_open_requests_that_are_late_count_before_they_end() -> None:
     targets = Targets({"ttft": 100.0, "e2el": 1000.0})
     waiting = replace(result(0, 0.0), arrivals_s=[])
-    judge = TargetJudge(targets, 10)  # one of ten may be late
+    judge = TargetJudge(targets.limits_ms, 10)  # one of ten may be late
     assert not judge.is_over([waiting] * 2, 0.09) and judge.is_over([waiting] * 2, 0.2)
     answered = replace(result(0, 0.0), arrivals_s=[0.05])
     assert not judge.is_over([answered] * 2, 0.9) and judge.is_over([answered] * 2, 1.1)
