@@ -429,7 +429,8 @@ class Scheduler:
                 return  # a preempted one waits for the results of its last step
             if self._is_short_of_blocks:
                 return  # they are for the prompts that run
-            if not (may_start or _belongs_to_batch(sequence)):
+            # One that ran before, or is a sample of a running request, belongs to the batch.
+            if not (may_start or sequence.first_scheduled_s is not None or sequence.fork_parent):
                 return
             if below is not None and self._waiting.counter_of(sequence) >= below:
                 return
@@ -632,8 +633,3 @@ def _assignment(sequence: Sequence) -> SlotAssignment:
         prompt_request=sequence.prompt_request,
         adapter=sequence.request.adapter,
     )
-
-
-def _belongs_to_batch(sequence: Sequence) -> bool:
-    """It ran before, or is a sample of a running request: a started batch admits it."""
-    return sequence.first_scheduled_s is not None or sequence.fork_parent is not None

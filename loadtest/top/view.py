@@ -246,17 +246,15 @@ def _fitting(title: str, peak: str, of: str, room: int) -> str:
 
 def _ratio_bar(ratio: float | None, room: int, glyphs: Glyphs) -> Line:
     bar_width = max(0, room - 7)
-    filled = round(min(1.0, ratio or 0.0) * bar_width)
+    known = ratio or 0.0
+    style = "good" if known >= 0.6 else "fair" if known >= 0.3 else "bad"
+    filled = round(min(1.0, known) * bar_width)
     share = f"{_percent(ratio):>7}"[-room:] if room > 0 else ""
     return [
-        Span(glyphs.bar * filled, _ratio_style(ratio or 0.0)),
+        Span(glyphs.bar * filled, style),
         Span(glyphs.track * (bar_width - filled), "dim"),
         Span(share),
     ]
-
-
-def _ratio_style(ratio: float) -> str:
-    return "good" if ratio >= 0.6 else "fair" if ratio >= 0.3 else "bad"
 
 
 # Memory and steps ---------------------------------------------------------------------------------

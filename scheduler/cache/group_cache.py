@@ -174,11 +174,6 @@ class GroupCache(BlockPool):
             self.add(digest, block_id)
         self.unreference((block_id,))
 
-    def refresh(self, block_ids: Sequence[int]) -> None:
-        """Those that are evictable are evicted after all others, the last first."""
-        for block_id in reversed(block_ids):
-            self.evict_last(block_id)
-
     def slide(self, table: BlockTable, position: int) -> None:
         """Gives back the blocks that neither the token at `position` nor a later one reads."""
         first = min(self.group.first_read(position) // self._block_size, len(table.block_ids))

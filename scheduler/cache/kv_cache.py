@@ -154,9 +154,11 @@ class KVCache:
         return all(num <= self.blocks[group].num_available for group, num in nums.items())
 
     def refresh(self, admission: Admission) -> None:
-        """The cached blocks of a sequence that is to be admitted are evicted after all others."""
+        """The cached blocks of a sequence that is to be admitted are evicted after all others, the
+        last first."""
         for each, share in zip(self.blocks, admission.shares, strict=True):
-            each.refresh(share.blocks)
+            for block_id in reversed(share.blocks):
+                each.evict_last(block_id)
 
     def snapshots_in_chunk(
         self, sequence: Sequence, row: int, num_tokens: int
