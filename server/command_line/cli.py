@@ -11,6 +11,7 @@ from penstock.scheduler.errors import PenstockError
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.flags.serve_flags import add_serve_flags
+from penstock.server.flags.vllm_flags import as_ours
 from penstock.server.observability.version import version
 
 _EXIT_USAGE = 2  # as argparse exits
@@ -75,6 +76,7 @@ def _run(arguments: list[str]) -> int:
     if arguments and (command := COMMANDS.get(arguments[0])):
         code: int = command.module.main(arguments[1:])
         return code
+    arguments = as_ours(arguments)
     parser, serve_flags = parsers()
     set_defaults(serve_flags, os.environ, config_file(arguments))
     config = serve_config(parser.parse_args(arguments))

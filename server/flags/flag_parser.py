@@ -1,6 +1,6 @@
 """A parser whose flags also have `PENSTOCK_*` variables and keys in a `--config` file.
 
-It says in one line what is wrong, and knows no flag by name but those of vLLM that we lack.
+It says in one line what is wrong, and knows no flag by name.
 """
 
 import argparse
@@ -14,41 +14,13 @@ from typing import Any, NoReturn
 import yaml
 
 from penstock.scheduler.errors import InvalidConfig
+from penstock.server.flags.vllm_flags import REFUSED, says_nothing
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
 # A key in a variable is one key, with whatever characters; other lists are words.
 _API_KEY = "api_key"
 _EXIT_USAGE = 2  # as argparse exits
 _TYPES = {int: "a whole number", float: "a number"}
-# Flags of vLLM that a command line may bring along: not needed here, or not supported.
-VLLM_FLAGS = {
-    "--enable-auto-tool-choice": "tool calls are parsed without it; leave it out",
-    "--enable-chunked-prefill": "prefill is always chunked; leave it out",
-    "--no-enable-chunked-prefill": "prefill is always chunked; leave it out",
-    "--disable-log-stats": "metrics cost little and are always on; leave it out",
-    "--disable-log-requests": "requests are logged only with --log-requests; leave it out",
-    "--no-enable-log-requests": "requests are logged only with --log-requests; leave it out",
-    "--enable-log-outputs": "texts are never logged; leave it out",
-    "--max-log-len": "texts are never logged; leave it out",
-    "--disable-uvicorn-access-log": "requests are logged only with --log-requests; leave it out",
-    "--enable-request-id-headers": "each answer has an x-request-id; leave it out",
-    "--trust-remote-code": "no code of a model is run; leave it out",
-    "--swap-space": "preempted sequences are recomputed, not swapped; leave it out",
-    "--max-logprobs": "the limit is 20; leave it out",
-    "--uvicorn-log-level": "use --log-level",
-    "--async-scheduling": "the scheduler runs ahead of a GPU by itself; leave it out",
-    "--seed": "send a seed with each request; leave it out",
-    "--data-parallel-size": "start one server for each replica, or penstock ray",
-    "--max-cpu-loras": "all adapters stay in memory, as many as --max-loras; leave it out",
-    "--lora-dtype": "adapters are in the type of --dtype; leave it out",
-    "--fully-sharded-loras": "adapters are computed by one rank; leave it out",
-    "--speculative-config": "speculative decoding is not supported",
-    "--guided-decoding-backend": "structured output is always on; leave it out",
-    "--limit-mm-per-prompt": "models of text alone are supported; leave it out",
-    "--tokenizer": "the tokenizer is read from the model's directory",
-    "--revision": "download the revision first, and name its directory",
-    "--cpu-offload-gb": "weights are not offloaded",
-}
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -71,8 +43,8 @@ class FlagParser(argparse.ArgumentParser):
         return {name: parser for action in found for name, parser in action.choices.items()}
 
     def _explained(self, unknown: str) -> str:
-        if unknown in VLLM_FLAGS:
-            return f"{unknown} is a flag of vLLM; {VLLM_FLAGS[unknown]}"
+        if unknown in REFUSED:
+            return f"{unknown} is a flag of vLLM; {REFUSED[unknown]}"
         if not unknown.startswith("-"):
             return f"unexpected argument {unknown!r}"
         near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
@@ -115,7 +87,9 @@ def _read_config(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str
         raise InvalidConfig(f"--config {path} must hold flags and values, as 'port: 8000'")
     by_name = {str(name).removeprefix("--").replace("-", "_"): v for name, v in values.items()}
     for name in by_name:
-        if name not in actions or name == "config":
+        if says_nothing(name, by_name[name]):
+            by_name[name] = None
+        elif name not in actions or name == "config":
             flags = [each.replace("_", "-") for each in actions]
             near = difflib.get_close_matches(name.replace("_", "-"), flags, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

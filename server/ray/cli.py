@@ -16,6 +16,7 @@ from penstock.server.flags.flag import Flag, add_flags, config_of
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.flags.serve_flags import add_serve_flags
+from penstock.server.flags.vllm_flags import as_ours
 from penstock.server.ray import environment
 
 # Requests and answers do not pass through Ray's memory; this is the least that it takes.
@@ -46,7 +47,7 @@ class Scale:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code. Raises InvalidConfig."""
-    parser = make_parser()
+    parser, argv = make_parser(), as_ours(argv)
     set_defaults(parser, os.environ, config_file(argv))
     options = parser.parse_args(argv)
     config, scale = serve_config(options), scale_of(options)

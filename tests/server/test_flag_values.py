@@ -1,5 +1,6 @@
 """Where the values of flags come from, and what is said of wrong ones."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.server.command_line import cli
 from penstock.server.command_line.cli import main
 from penstock.server.config import ServeConfig
-from penstock.server.flags.flag_parser import VLLM_FLAGS, FlagParser, set_defaults
+from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.flag_values import size
 from penstock.server.flags.serve_flags import add_serve_flags
+from penstock.server.flags.vllm_flags import ALREADY, REFUSED
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,51 @@ def test_the_flag_that_was_probably_meant_is_named(capsys: pytest.CaptureFixture
     assert error.endswith("see penstock serve --help\n")
 
 
-@pytest.mark.parametrize("flag", VLLM_FLAGS)
+@pytest.mark.parametrize("flag", REFUSED)
 def test_flags_of_vllm_that_we_lack_say_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = FlagParser()
     add_serve_flags(parser)
     assert flag not in parser._option_string_actions
-    with pytest.raises(SystemExit):
-        main(["serve", flag, "1"])
-    assert f"{flag} is a flag of vLLM; {VLLM_FLAGS[flag]}" in capsys.readouterr().err
+    with contextlib.suppress(SystemExit):
+        assert main(["serve", flag, "another"]) == 2
+    error = capsys.readouterr().err
+    assert f"{flag} is a flag of vLLM; {REFUSED[flag]}" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ALREADY)
+def test_what_is_so_anyway_is_accepted_with_a_line(
+    flag: str, served: list[ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = ("any",) if ALREADY[flag].values is None else ALREADY[flag].values
+    value = ["some/model"] if flag == "--tokenizer" else values[:1]
+    assert main(["serve", "some/model", flag, *value, "--max-num-seqs", "4"]) == 0
+    assert capsys.readouterr().err == f"penstock: {flag} has no effect: {ALREADY[flag].why}\n"
+    assert served[0].engine.model == "some/model"
+    assert served[0].engine.scheduler.max_num_seqs == 4
+
+
+def test_underscores_in_a_flag_are_hyphens_and_in_its_value_they_stay(
+    served: list[ServeConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--max_model_len=512", "--served_model_name", "my_model", "--trust_remote_code"]
+    assert main(["serve", "--model", "a/model", *line]) == 0
+    assert (served[0].engine.max_model_len, served[0].server.served_model_names) == (
+        512,
+        ("my_model",),
+    )
+    assert "--trust-remote-code has no effect" in capsys.readouterr().err
+
+
+def test_a_config_file_of_vllm_may_have_what_is_so_anyway(
+    served: list[ServeConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("model: a/model\nenable-auto-tool-choice: true\nmax_logprobs: 20\n")
+    assert main(["serve", "--config", str(file)]) == 0
+    assert capsys.readouterr().err.count(" has no effect: ") == 2
+    file.write_text("max-logprobs: 21\n")
+    assert main(["serve", "--config", str(file)]) == 2
 
 
 def test_the_model_may_be_a_flag_as_in_vllm(served: list[ServeConfig]) -> None:
