@@ -107,6 +107,13 @@ def open_model(config: EngineConfig) -> ModelFiles:
     return open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
 
 
+def with_local_adapters(config: LoraConfig) -> LoraConfig:
+    """Downloads adapters that are named as on the hub. Raises PenstockError."""
+    from penstock.engine.hub.adapters import with_local_adapters
+
+    return with_local_adapters(config)
+
+
 def cached_models() -> list[ListedModel]:
     """Those in the cache of Hugging Face's hub."""
     from penstock.engine.hub.catalog import cached_models

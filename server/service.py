@@ -34,6 +34,7 @@ from penstock.server.output.generation import Generation, GenerationRequest
 from penstock.server.prompt.model import (
     ServedModel,
     download_weights,
+    find_adapters,
     find_model,
     load_model,
     read_prompt_files,
@@ -328,7 +329,9 @@ class Service:
         if files.download:
             await prompt_files
             await download_weights(files.download, self._progress)
-        engine = self._make_engine(replace(self.config.engine, model=str(directory)))
+        lora = await find_adapters(self.config.engine.lora, self._progress)
+        config = replace(self.config.engine, model=str(directory), lora=lora)
+        engine = self._make_engine(config)
         engine.on_progress(self._progress.on_engine)
         self.metrics.watch(engine)
         self._engine = engine

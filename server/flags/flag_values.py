@@ -112,7 +112,9 @@ class _LoraModule(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    """A path that is not there may be a name of the hub, which stays as it is."""
+    here = Path(path).expanduser()
+    return str(here.absolute()) if here.exists() or path[0] in "/.~" else path
 
 
 def kv_cache_dtype(text: str) -> KVCacheDtype:

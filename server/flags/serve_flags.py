@@ -150,7 +150,8 @@ GROUPS = {
         ),
         Flag(
             "--lora-modules NAME=PATH ...",
-            "adapters to load at the start, from directories as PEFT saves them; or vLLM's JSON, "
+            "adapters to load at the start, from directories as PEFT saves them or repositories of "
+            "Hugging Face's hub; or vLLM's JSON, "
             '{"name": NAME, "path": PATH, "base_model_name": PARENT} (default: none)',
             field="adapters",
             parse=lora_module,

@@ -15,9 +15,11 @@ from penstock.engine.client import (
     EngineClient,
     LoadedAdapter,
     LoadProgress,
+    LoraConfig,
     ModelFiles,
     ModelInfo,
     open_model,
+    with_local_adapters,
 )
 from penstock.server.config import ServeConfig
 from penstock.server.observability.progress import Progress
@@ -97,6 +99,14 @@ async def find_model(config: ServeConfig, progress: Progress) -> ModelFiles:
     phase = progress.phase("model", f"asking Hugging Face for {model}")
     with contextlib.nullcontext() if _is_here(model) else phase:
         return await asyncio.to_thread(open_model, config.engine)
+
+
+async def find_adapters(config: LoraConfig | None, progress: Progress) -> LoraConfig | None:
+    """Raises PenstockError for one that is neither here nor on the hub."""
+    if config is None or all(_is_here(adapter.path) for adapter in config.adapters):
+        return config
+    with progress.phase("adapters", "asking Hugging Face for them"):
+        return await asyncio.to_thread(with_local_adapters, config)
 
 
 async def read_prompt_files(

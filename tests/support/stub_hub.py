@@ -121,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.hub.gated:
             self.hub.requests.append(("REFUSED", path, None))
             return self._refuse(403, "GatedRepo")
+        if name not in self.hub.repositories:
+            return self._refuse(401, "RepoNotFound")
         if content is None:
             return self._refuse(404, "EntryNotFound")
         given = self.headers.get("Range")
