@@ -41,36 +41,15 @@ class StepRecord(NamedTuple):
     kv_usage: float
 
 
-class FrontEndQueue:
-    """How requests and tokens wait for the server's other process. Call it in the order of time.
-
-    One thread parses requests, and writes the tokens of each step to their streams. It does one
-    thing after another; so while it writes, a new request waits, and while it parses, tokens wait.
-    """
-
-    def __init__(self, front_end: FrontEnd) -> None:
-        self._costs = front_end
-        self._free_s = 0.0
-
-    def request(self, sent_s: float) -> float:
-        """When the engine gets what a client sends now."""
-        self._free_s = max(sent_s, self._free_s) + self._costs.request_s
-        return self._free_s + self._costs.delay_s
-
-    def report(self, sent_s: float) -> float:
-        """When the first token of what the engine sends now may be written; see `token`."""
-        self._free_s = max(sent_s, self._free_s) + self._costs.report_s
-        return self._free_s
-
-    def tokens(self, num: int) -> None:
-        """The report's tokens: each takes `token_s`, after the one before."""
-        self._free_s += num * self._costs.token_s
-
-
 class Replica:
     """on_outputs: called with the new tokens of a step, the time when clients have the first of
     them, and how long each takes; returns how many requests have ended. on_refused: with a request
-    and why, and when."""
+    and why, and when.
+
+    One thread of the front end parses requests, and writes the tokens of each step to their
+    streams. It does one thing after another; so while it writes, a new request waits, and while it
+    parses, tokens wait.
+    """
 
     def __init__(
         self,
@@ -101,7 +80,7 @@ class Replica:
         self._coming: deque[Request] = deque()
         self._known_until_s = math.inf
         self._loop = EngineLoop(self.scheduler, self.executor, self, self._send, self.clock, live)
-        self._front_end, self.queue = server.front_end, FrontEndQueue(server.front_end)
+        self._front_end, self._front_end_free_s = server.front_end, 0.0
         # The engine has sent this at that time, and the front end has not yet written it.
         self._report: tuple[float, StepOutputs] | None = None
         self._max_open = server.scheduler.max_num_seqs + server.max_num_queued_reqs
@@ -117,8 +96,14 @@ class Replica:
         coming = self._coming
         return max(self.clock.now_s, coming[0].arrival_s) if coming else math.inf
 
+    def parse(self, sent_s: float) -> float:
+        """Returns when the engine gets what a client sends. To be called in the order of time."""
+        costs = self._front_end
+        self._front_end_free_s = max(sent_s, self._front_end_free_s) + costs.request_s
+        return self._front_end_free_s + costs.delay_s
+
     def submit(self, request: Request) -> bool:
-        """In order of arrival, which is when the engine gets it: see `queue`. False where as
+        """In order of arrival, which is when the engine gets it: see `parse`. False where as
         many requests are open as a server accepts."""
         if self.num_open >= self._max_open:
             return False
@@ -130,14 +115,14 @@ class Replica:
         """Writes what a step has sent, or else runs one more step, and takes its time.
         known_until_s: until when no further request is sent by a client: so those that reached the
         front end before a step's end have had their turn when its tokens are written."""
+        costs = self._front_end
         if self._report:
             sent_s, outputs = self._report
-            written_s = self.queue.report(sent_s)
-            self.num_open -= self._on_outputs(outputs, written_s, self._front_end.token_s)
-            self.queue.tokens(len(outputs))
+            written_s = max(sent_s, self._front_end_free_s) + costs.report_s
+            self.num_open -= self._on_outputs(outputs, written_s, costs.token_s)
+            self._front_end_free_s = written_s + len(outputs) * costs.token_s
             self._report = None
             return
-        costs = self._front_end
         self._known_until_s = known_until_s + costs.request_s + costs.delay_s
         self._loop.step()
 

@@ -239,7 +239,7 @@ class _Simulation:
             id=RequestId(str(timed.index)),
             prompt_token_ids=prompt,
             sampling=_sampling(timed.max_tokens),
-            arrival_s=replica.queue.request(arrival.at_s),
+            arrival_s=replica.parse(arrival.at_s),
             priority=timed.priority,
             tenant=timed.tenant,
         )
