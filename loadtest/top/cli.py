@@ -117,29 +117,19 @@ def _glyphs() -> view.Glyphs:
 # The live view ------------------------------------------------------------------------------------
 
 
-class _Poller(threading.Thread):
-    """Scrapes the server at every interval, and writes a byte to `wake_fd` after each scrape.
-
-    A daemon thread: one that waits for a response must not keep the program from ending.
-    """
-
-    def __init__(self, scraper: Scraper, interval_s: float, wake_fd: int) -> None:
-        super().__init__(daemon=True)
-        self._scraper = scraper
-        self._interval_s = interval_s
-        self._wake_fd = wake_fd
-        self.updates: deque[Scrape | PenstockError] = deque()
-
-    def run(self) -> None:
-        while True:
-            begun_s = time.monotonic()
-            try:
-                self.updates.append(self._scraper.scrape())
-            except PenstockError as error:
-                self.updates.append(error)
-            with suppress(OSError):  # the pipe is full while suspended, and closed at the end
-                os.write(self._wake_fd, b"\0")
-            time.sleep(max(0.05, self._interval_s - (time.monotonic() - begun_s)))
+def _poll(
+    scraper: Scraper, interval_s: float, wake_fd: int, updates: deque[Scrape | PenstockError]
+) -> None:
+    """Scrapes the server at every interval, and writes a byte to `wake_fd` after each scrape."""
+    while True:
+        begun_s = time.monotonic()
+        try:
+            updates.append(scraper.scrape())
+        except PenstockError as error:
+            updates.append(error)
+        with suppress(OSError):  # the pipe is full while suspended, and closed at the end
+            os.write(wake_fd, b"\0")
+        time.sleep(max(0.05, interval_s - (time.monotonic() - begun_s)))
 
 
 class _Display:
@@ -198,9 +188,10 @@ class _Display:
 
 def _live(scraper: Scraper, interval_s: float) -> int:
     with _wake_pipe() as (wake_fd, wake_from_fd), _Terminal() as screen:
-        poller = _Poller(scraper, interval_s, wake_from_fd)
-        display = _Display(scraper.url)
-        poller.start()
+        display, updates = _Display(scraper.url), deque[Scrape | PenstockError]()
+        # A daemon: a thread that waits for a response must not keep the program from ending.
+        poll = (scraper, interval_s, wake_from_fd, updates)
+        threading.Thread(target=_poll, args=poll, daemon=True).start()
         screen.show(display)
         while True:
             ready, _, _ = select.select([sys.stdin, wake_fd], [], [])
@@ -215,8 +206,8 @@ def _live(scraper: Scraper, interval_s: float) -> int:
                     return 0
                 if signal.SIGTSTP in woken_by:
                     screen.suspend()
-            while poller.updates:
-                display.apply(poller.updates.popleft())
+            while updates:
+                display.apply(updates.popleft())
             screen.show(display)
 
 
