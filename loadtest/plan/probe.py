@@ -146,4 +146,4 @@ def _step_s(server: SimulatedServer, decodes: int, context: int, chunk: int) -> 
     work = expected_work(
         server.info.windows, keys=decodes * context, num_decodes=decodes, chunk=chunk
     )._replace(num_sampled=decodes)
-    return server.step_model.cycle_s(server.step_model.time_of(server.info.amounts(work)))
+    return server.step_model.cycle_s(server.info.amounts(work))

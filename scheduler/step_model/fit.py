@@ -170,7 +170,7 @@ def _errors(folds: list[list[StepSample]], models: list[StepModel]) -> dict[Step
     ratios: dict[StepClass, list[list[float]]] = {}
     for number, (fold, model) in enumerate(zip(folds, models, strict=True)):
         for sample in fold:
-            predicted = model.cycle_s(model.time_of(sample.amounts))
+            predicted = model.cycle_s(sample.amounts)
             by_fold = ratios.setdefault(sample.kind, [[] for _ in folds])
             by_fold[number].append(sample.cycle_s / max(predicted, 1e-9))
     return {kind: _error([fold for fold in by_fold if fold]) for kind, by_fold in ratios.items()}

@@ -157,7 +157,7 @@ class LiveStepModel:
         expected = self.expected(kind)
         if expected is None:
             return None
-        return expected.mean * _seconds(expected.model, amounts)
+        return expected.mean * expected.model.cycle_s(amounts)
 
     def is_trusted(self, kind: StepClass) -> bool:
         """Whether what is expected was confirmed: by steps of this server, or by a calibration."""
@@ -172,13 +172,9 @@ class LiveStepModel:
         if kind is StepClass.DECODE and num > _MIN_LEARNED and num % _DECODES_EVERY:
             return
         if self._start:
-            self._start_tracks[kind].add(_seconds(self._start, sample.amounts), sample.cycle_s)
+            self._start_tracks[kind].add(self._start.cycle_s(sample.amounts), sample.cycle_s)
         if self._num_learned >= _MIN_FITTED:
-            self._fit_tracks[kind].add(_seconds(self._fitted, sample.amounts), sample.cycle_s)
+            self._fit_tracks[kind].add(self._fitted.cycle_s(sample.amounts), sample.cycle_s)
         self._num_learned += 1
         self._online.observe(sample)
         self._fitted = self._online.model()
-
-
-def _seconds(model: StepModel, amounts: Amounts) -> float:
-    return model.cycle_s(model.time_of(amounts))

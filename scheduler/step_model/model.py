@@ -103,8 +103,9 @@ class StepModel:
             return factors[-1]
         return factors[low] + (factors[low + 1] - factors[low]) * (at - low)
 
-    def cycle_s(self, time: StepTime) -> float:
+    def cycle_s(self, amounts: Amounts) -> float:
         """From one step's end to the next one's, while there is work."""
+        time = self.time_of(amounts)
         return max(time) if self.runs_ahead else sum(time)
 
     def outside(self, amounts: Amounts, kind: StepClass) -> tuple[str, ...]:

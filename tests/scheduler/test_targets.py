@@ -67,7 +67,7 @@ class Bench:
         """The step, and its seconds."""
         batch = self.scheduler.schedule(self.now)
         assert batch
-        seconds = MODEL.cycle_s(MODEL.time_of(SERVED.amounts(work_of(batch, SERVED.windows))))
+        seconds = MODEL.cycle_s(SERVED.amounts(work_of(batch, SERVED.windows)))
         self.now += seconds
         sampled = SampledTokens(step=batch.step, token_ids=[7] * sum(batch.samples))
         for output in self.scheduler.update(sampled):

@@ -292,7 +292,7 @@ def speed_of(model: StepModel, steps: list[StepSample]) -> dict[StepClass, float
     nums = Counter(step.kind for step in steps)
     for step in steps:
         measured[step.kind] += step.cycle_s
-        time_s = model.cycle_s(model.time_of(step.amounts))
+        time_s = model.cycle_s(step.amounts)
         predicted[step.kind] += time_s * drawn.get(step.kind, 1.0)
     of_all = sum(measured.values()) / sum(predicted.values()) if steps else 1.0
     return {

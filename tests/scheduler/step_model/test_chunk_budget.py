@@ -56,7 +56,7 @@ def make_budget(
 
 
 def seconds(model: StepModel, work: StepWork) -> float:
-    return model.cycle_s(model.time_of(served_model().amounts(work)))
+    return model.cycle_s(served_model().amounts(work))
 
 
 @settings(max_examples=150, deadline=None)

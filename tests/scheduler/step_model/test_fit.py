@@ -18,8 +18,8 @@ def off_by(model: StepModel, *, runs_ahead: bool, seed: int = 99) -> float:
     random, truth, errors = Random(seed), known_model(runs_ahead=runs_ahead), []
     for _ in range(300):
         _, amounts = made_up_amounts(random)
-        right = truth.cycle_s(truth.time_of(amounts))
-        errors.append(abs(model.cycle_s(model.time_of(amounts)) / right - 1))
+        right = truth.cycle_s(amounts)
+        errors.append(abs(model.cycle_s(amounts) / right - 1))
     return max(errors)
 
 
@@ -78,7 +78,7 @@ def test_the_error_that_a_model_tells_is_the_one_that_new_steps_have() -> None:
     model = fit(list(made_up_steps(1500, noise=noise)), runs_ahead=False)
     again: dict[StepClass, list[float]] = {}
     for sample in made_up_steps(1500, seed=5, noise=noise):
-        predicted_s = model.cycle_s(model.time_of(sample.amounts))
+        predicted_s = model.cycle_s(sample.amounts)
         again.setdefault(sample.kind, []).append(sample.cycle_s / predicted_s)
     for kind, error in model.errors.items():
         ratios = sorted(again[kind])

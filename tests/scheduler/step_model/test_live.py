@@ -23,7 +23,7 @@ def off_by(live: LiveStepModel, *, factor: float = 1.0) -> float:
         kind, amounts = made_up_amounts(random)
         predicted_s = live.predict(amounts, kind)
         assert predicted_s is not None
-        errors.append(abs(predicted_s / truth.cycle_s(truth.time_of(amounts)) / factor - 1))
+        errors.append(abs(predicted_s / truth.cycle_s(amounts) / factor - 1))
     return sum(errors) / len(errors)
 
 
