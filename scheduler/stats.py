@@ -71,7 +71,7 @@ class SchedulerStats(NamedTuple):
     prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
     recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
-    policy is fair; see `FairQueue.look`. tier: None without one.
+    policy is fair; see `FairQueue`. tier: None without one.
     """
 
     num_running: int = 0

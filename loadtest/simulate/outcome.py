@@ -110,33 +110,30 @@ def render_outcome(summary: Summary) -> str:
     """The rows that follow the layout of penstock bench."""
     bars = summary.get("error_bars") or {}
 
-    def share(label: str, key: str) -> str:
-        value = summary[key]
+    def share(key: str) -> str:
+        value, bar = summary[key], bars.get(key)
         if value is None:
-            return f"{label:<40} -"
-        bar = bars.get(key)
+            return "-"
         shown = f" ({bar[0] * _PERCENT:.1f} to {bar[1] * _PERCENT:.1f})" if bar else ""
-        return f"{label:<40} {value * _PERCENT:<10.1f}{shown}"
+        return f"{value * _PERCENT:<10.1f}{shown}"
 
-    return "\n".join(
-        [
-            f"{'Simulation':-^50}",
-            f"{'Run class:':<40} {summary['run_class']}",
-            f"{'Replicas, router:':<40} {summary['num_replicas']}, {summary['router']}",
-            f"{'Ranks of each, TP x PP:':<40} {summary['tensor_parallel_size']} x "
-            f"{summary['pipeline_parallel_size']}",
-            share("KV blocks used at most (%):", "kv_peak"),
-            f"{'Preemptions:':<40} {summary['preemptions']}",
-            share("Prompt tokens from the prefix cache (%):", "prefix_hit_ratio"),
-            share("MBU (%):", "mbu"),
-            share("MFU (%):", "mfu"),
-            share("Steps outside of the calibrated range (%):", "unchecked_step_ratio"),
-            f"{'Simulated steps:':<40} {summary['num_steps']}",
-            f"{'CPU time of a simulated step (us):':<40} {summary['step_cost_us']:.1f}",
-            f"{'Times as fast as real time:':<40} {summary['speedup']:.0f}",
-            "=" * 50,
-        ]
-    )
+    tensor_size, num_stages = summary["tensor_parallel_size"], summary["pipeline_parallel_size"]
+    rows = {
+        "Run class:": summary["run_class"],
+        "Replicas, router:": f"{summary['num_replicas']}, {summary['router']}",
+        "Ranks of each, TP x PP:": f"{tensor_size} x {num_stages}",
+        "KV blocks used at most (%):": share("kv_peak"),
+        "Preemptions:": summary["preemptions"],
+        "Prompt tokens from the prefix cache (%):": share("prefix_hit_ratio"),
+        "MBU (%):": share("mbu"),
+        "MFU (%):": share("mfu"),
+        "Steps outside of the calibrated range (%):": share("unchecked_step_ratio"),
+        "Simulated steps:": summary["num_steps"],
+        "CPU time of a simulated step (us):": f"{summary['step_cost_us']:.1f}",
+        "Times as fast as real time:": f"{summary['speedup']:.0f}",
+    }
+    lines = [f"{label:<40} {value}" for label, value in rows.items()]
+    return "\n".join([f"{'Simulation':-^50}", *lines, "=" * 50])
 
 
 def figures_over_time(plan: Plan, simulated: Simulated) -> list[Lines]:
