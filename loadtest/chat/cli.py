@@ -135,7 +135,7 @@ def _chat(options: argparse.Namespace) -> int:
     model = _model(client, screen, options.model)
     chat = _Chat(client, screen, Conversation(options.system), _body(options, model))
     if message is not None:
-        return chat.answer_once(message)
+        return INTERRUPTED if chat.ask(message).is_stopped else 0
     screen.note(f"{model} at {client.url}; /help lists commands, Ctrl-D leaves")
     return chat.run()
 
@@ -189,26 +189,18 @@ class _Chat:
                     continue  # it has discarded the line
                 return 0
             try:
-                self._turn(text)
+                if text.startswith("/"):
+                    self._screen.say(self._conversation.command(text))
+                elif text.strip():
+                    self.ask(text)
             except Leave:
                 return 0
             except PenstockError as error:
                 print(f"error: {error}", file=sys.stderr)
 
-    def answer_once(self, message: str) -> int:
-        return INTERRUPTED if self._ask(message).is_stopped else 0
-
-    def _turn(self, text: str) -> None:
-        """Raises PenstockError, after which the conversation is as it was, or Leave."""
-        if not text.strip():
-            return
-        if text.startswith("/"):
-            self._screen.say(self._conversation.command(text))
-            return
-        self._ask(text)
-
-    def _ask(self, text: str) -> Answer:
-        """Shows the answer as it comes; Ctrl-C ends it where it is. Raises PenstockError."""
+    def ask(self, text: str) -> Answer:
+        """Shows the answer as it comes; Ctrl-C ends it where it is. Raises PenstockError, after
+        which the conversation is as it was."""
         self._conversation.ask(text)
         answer = Answer()
         body = self._body | {"messages": self._conversation.messages}
