@@ -207,18 +207,18 @@ build/triton-%: .venv/installed-dev
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Penstock needs Python 3.11 or later; name one with PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(INSTALL_TORCH)
+	@echo "an environment in .venv"; $(PYTHON) -m venv .venv
+	@$(INSTALL_TORCH)
 	@touch $@ $(if $(TORCH),.venv/torch-$(TORCH))
 
 # torch is installed first and alone, so that everything else uses the pinned build.
 .venv/torch-%: | .venv/made
 	@rm -f .venv/torch-*
-	$(INSTALL_TORCH)
+	@$(INSTALL_TORCH)
 	@touch $@
 
 .venv/installed: pyproject.toml .venv/made $(if $(TORCH),.venv/torch-$(TORCH))
-	$(BIN)/python -m pip install --editable .
+	@$(BIN)/python install_torch.py --pip install --editable .
 	@touch $@
 
 .venv/installed-dev: .venv/installed

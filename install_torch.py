@@ -5,16 +5,25 @@ the one to take. Where the indexes that pip is configured with lack it, it comes
 is named, in addition to those; where none is named, uv installs it, which knows PyTorch's own.
 
     python install_torch.py --build auto torch==2.13.0
+
+pip's own output is shown only where it fails; while it works, a line every few seconds says on
+what. The same for anything else:
+
+    python install_torch.py --pip install --editable .
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 _NVIDIA = "0x10de"  # its number among the vendors of PCI devices
+_LINE_INTERVAL_S = 5.0
 # A machine without a network should not wait long to learn that it has none.
 _QUICKLY = ("--retries", "0", "--timeout", "5")
 
@@ -22,6 +31,8 @@ _QUICKLY = ("--retries", "0", "--timeout", "5")
 def main(argv: Sequence[str] | None = None, root: Path = Path("/")) -> int:
     """Returns the exit code. root: where this machine's devices are found."""
     options = _parser().parse_args(argv)
+    if options.pip:
+        return _pip(*options.pip, what="packages")
     has_device = has_nvidia_device(root)
     if options.build == "cuda" or (options.build == "auto" and has_device):
         why = "this machine has an NVIDIA device" if options.build == "auto" else "TORCH=cuda"
@@ -88,19 +99,48 @@ def _version(torch: str) -> str:
     return torch.removeprefix("torch==")
 
 
-def _pip(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pip", *arguments]).returncode
+def _pip(*arguments: str, what: str = "torch") -> int:
+    """Returns its exit code."""
+    command = [sys.executable, "-m", "pip", *arguments]
+    begun_s = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while True:
+            try:
+                code = process.wait(_LINE_INTERVAL_S)
+                break
+            except subprocess.TimeoutExpired:
+                _say(f"{_last_line(output)} ... {time.monotonic() - begun_s:.0f} s", what)
+        if code:
+            output.seek(0)
+            print(output.read(), end="", file=sys.stderr, flush=True)
+        else:
+            _say(f"installed in {time.monotonic() - begun_s:.0f} s", what)
+    return code
 
 
-def _say(text: str) -> None:
-    print(f"torch: {text}", flush=True)
+def _last_line(output: IO[str]) -> str:
+    """What pip is busy with, in its own words."""
+    output.seek(0)
+    lines = [line.strip() for line in output.read().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("WARNING")]
+    return lines[-1][:60] if lines else "installing"
+
+
+def _say(text: str, what: str = "torch") -> None:
+    print(f"{what}: {text}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Install torch, by default as the machine needs it."
     )
-    parser.add_argument("torch", metavar="torch==VERSION", help="the version that is pinned")
+    parser.add_argument(
+        "torch", nargs="?", metavar="torch==VERSION", help="the version that is pinned"
+    )
+    parser.add_argument(
+        "--pip", nargs=argparse.REMAINDER, help="run pip with what follows, as quietly (no torch)"
+    )
     parser.add_argument(
         "--build",
         choices=("auto", "cpu", "cuda"),

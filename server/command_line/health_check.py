@@ -1,5 +1,6 @@
 """`penstock health`: asks a server on this machine for /health, as the images do."""
 
+import argparse
 import http.client
 import os
 import ssl
@@ -12,6 +13,7 @@ from penstock.server.flags.serve_flags import add_serve_flags
 
 # Docker gives a check five seconds.
 _TIMEOUT_S = 4.0
+_THAT_MATTER = ("help", "host", "port", "ssl_certfile", "config")
 _HEALTHY, _UNHEALTHY = 0, 1  # Docker's exit codes
 
 
@@ -49,10 +51,15 @@ def check(host: str, port: int, *, has_tls: bool) -> int:
 def make_parser() -> FlagParser:
     parser = FlagParser(
         prog="penstock health",
+        usage="penstock health [--host ADDRESS] [--port N] [--ssl-certfile FILE] [--config FILE]",
         description="Asks a server on this machine for /health; the exit code is 0 if it is "
-        "healthy. It takes the flags of penstock serve, by default those of the container.",
+        "healthy. It takes all flags of penstock serve, by default those of the container; these "
+        "matter:",
     )
     add_serve_flags(parser)
+    for action in parser._actions:
+        if action.dest not in _THAT_MATTER:
+            action.help = argparse.SUPPRESS
     return parser
 
 

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from penstock.engine.config import LoadFormat
-from penstock.engine.files.json_file import Fields, shown
+from penstock.engine.files.json_file import Fields
 from penstock.engine.files.tensor_files import is_finite
 from penstock.engine.models.config import eos_token_ids
 from penstock.engine.models.errors import InvalidModel
@@ -146,10 +146,9 @@ def _settings(served: TransformersClass, fields: Fields) -> Any:
     try:
         return settings_class.from_dict(fields.content)
     except Exception as error:  # its validation raises errors of several kinds
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())[:300]
         raise InvalidModel(
-            f"{fields.path} is not valid for {settings_class.__name__} of transformers: "
-            f"{shown(reason)}"
+            f"{fields.path} is not valid for {settings_class.__name__} of transformers: {reason!r}"
         ) from error
 
 

@@ -52,7 +52,7 @@ def calling(architecture: str) -> Iterator[None]:
         if "out of memory" in str(error).lower():
             raise
         logger.debug("the class %s failed", architecture, exc_info=True)
-        reason = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split())[:300]
         raise UnsupportedClass(
             architecture, f"it does not run on a step of ours ({type(error).__name__}: {reason})"
         ) from error
