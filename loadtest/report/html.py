@@ -26,6 +26,7 @@ svg text{font:12px system-ui,sans-serif;fill:var(--soft)}.axis{stroke:var(--grid
 .mark{stroke:var(--soft);stroke-width:.6;stroke-dasharray:2 3;fill:none}
 .range{stroke:var(--ink);stroke-width:1.6}
 .line{fill:none;stroke-width:1.8}pre{overflow-x:auto;font-size:13px}.scroll{overflow-x:auto}
+@media(min-width:900px){pre{white-space:pre-wrap;overflow-wrap:anywhere}}
 .numbers{columns:380px;column-gap:32px;font-size:14px;margin:0}.numbers div{display:flex;gap:12px;
 justify-content:space-between;break-inside:avoid;border-bottom:1px solid var(--grid)}
 .numbers dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere;text-align:right}

@@ -307,7 +307,9 @@ def test_an_interrupted_output_is_reported_and_its_text_stays(new_page: NewPage)
         send(page, "Tell me a story.")
         page.wait("document.querySelector('.answer .content').textContent.length > 5")
     finished(page)
-    assert page.text(".answer .error").endswith("; send again.")
+    assert page.text(".answer .error").endswith(
+        "; Continue goes on from here, Regenerate begins anew."
+    )
     assert page.text(".answer .content")
 
 

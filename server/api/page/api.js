@@ -89,7 +89,7 @@ export async function* events(response) {
   let rest = "";
   for (;;) {
     const { value, done } = await read(reader);
-    if (done) throw new ServerError("The answer was cut off; send again.", 0);
+    if (done) throw new ServerError("The answer was cut off; Continue goes on from here, Regenerate begins anew.", 0);
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
@@ -105,7 +105,7 @@ async function read(reader) {
     return await reader.read();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The connection was lost during the answer; send again.", 0);
+    throw new ServerError("The connection was lost during the answer; Continue goes on from here, Regenerate begins anew.", 0);
   }
 }
 
