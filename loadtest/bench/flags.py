@@ -17,16 +17,9 @@ from penstock.loadtest.workload.config import (
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # vLLM's names for the APIs, and plain ones.
-BACKENDS = {
-    "openai": COMPLETIONS,
-    "completions": COMPLETIONS,
-    "vllm": COMPLETIONS,
-    "sglang": COMPLETIONS,
-    "lmdeploy": COMPLETIONS,
-    "llama.cpp": COMPLETIONS,
-    "openai-chat": CHAT,
-    "chat": CHAT,
-}
+BACKENDS = dict.fromkeys(
+    ("openai", "completions", "vllm", "sglang", "lmdeploy", "llama.cpp"), COMPLETIONS
+) | dict.fromkeys(("openai-chat", "chat"), CHAT)
 
 SAMPLING = (
     *("top_p", "top_k", "min_p"),

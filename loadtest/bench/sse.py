@@ -4,7 +4,6 @@ This runs once per token, so it decides how fast a server can be measured: one s
 decode of the fields that are measured, one append.
 """
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,24 +157,27 @@ class StreamedResponse:
 
 def _bare_error(payload: bytes) -> str | None:
     """The message of an event that has neither choices nor usage, if it is an error."""
-    with contextlib.suppress(msgspec.MsgspecError):
-        parsed = msgspec.json.decode(payload)
-        if isinstance(parsed, dict) and (
-            parsed.get("object") in _BARE_ERRORS or parsed.get("type") in _BARE_ERRORS
-        ):
-            return _error_message(parsed)
-    return None
+    parsed = _as_object(payload)
+    is_error = parsed.get("object") in _BARE_ERRORS or parsed.get("type") in _BARE_ERRORS
+    return _error_message(parsed) if is_error else None
 
 
 def error_message_of(body: bytes) -> str:
     """The message in an error's body: OpenAI's, else FastAPI's detail, else the first bytes."""
-    with contextlib.suppress(msgspec.MsgspecError):
-        parsed = msgspec.json.decode(body)
-        if isinstance(parsed, dict) and (found := parsed.get("error") or parsed.get("detail")):
-            return _error_message(found)
-        if isinstance(parsed, dict) and isinstance(parsed.get("message"), str):
-            return _error_message(parsed)
+    parsed = _as_object(body)
+    if found := parsed.get("error") or parsed.get("detail"):
+        return _error_message(found)
+    if isinstance(parsed.get("message"), str):
+        return _error_message(parsed)
     return body[:200].decode(errors="replace").strip() or "(an empty body)"
+
+
+def _as_object(text: bytes) -> dict[str, Any]:
+    """Returns the fields of a JSON object; of anything else, none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return {}
 
 
 def _error_message(error: Any) -> str:
