@@ -210,7 +210,7 @@ class ConnectionPool:
         await self.request(self.encode(method, path, body), response)
         return response
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         self._idle.clear()
         # After a cancelled connect, uvloop does not call connection_lost on every connection, so
         # none is awaited: one round of the event loop carries out the aborts.

@@ -171,4 +171,4 @@ class HttpTarget:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._pool.close()
+        await self._pool.aclose()

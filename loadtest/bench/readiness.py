@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import aclosing
 
 import msgspec
 
@@ -52,8 +53,7 @@ async def wait_until_ready(
     """
     deadline_s = time.monotonic() + timeout_s
     last_state = ""
-    pool = ConnectionPool(base_url, headers, is_insecure=is_insecure)
-    try:
+    async with aclosing(ConnectionPool(base_url, headers, is_insecure=is_insecure)) as pool:
         while True:
             try:
                 async with asyncio.timeout(max(1.0, timeout_s)):
@@ -74,8 +74,6 @@ async def wait_until_ready(
                 say(f"waiting for {base_url}: {state}")
                 last_state = state
             await asyncio.sleep(0.2)
-    finally:
-        await pool.close()
 
 
 async def _list_models(pool: ConnectionPool, needs_models: bool) -> list[Model]:

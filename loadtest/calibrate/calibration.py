@@ -9,6 +9,7 @@ three costs.
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -128,9 +129,9 @@ class ServerSteps:
 
 async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
     """Raises TargetUnusable."""
-    pool = ConnectionPool(base_url, headers)
     try:
-        response = await pool.fetch("GET", "/steps")
+        async with aclosing(ConnectionPool(base_url, headers)) as pool:
+            response = await pool.fetch("GET", "/steps")
         if response.status != 200:
             raise TargetUnusable(
                 f"{base_url}/steps answers HTTP {response.status}; penstock calibrate needs a "
@@ -139,8 +140,6 @@ async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
         return msgspec.json.decode(response.data, type=ServerSteps)
     except (HttpFailed, msgspec.MsgspecError) as error:
         raise TargetUnusable(f"{base_url}/steps cannot be read: {error}") from error
-    finally:
-        await pool.close()
 
 
 _FORMAT = 2
