@@ -57,15 +57,12 @@ class FusedExperts:
     def _mixed(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `ExpertsLayer.mixed`."""
         experts, factors = self._layer.config, self._layer.factors
-        each, activation = experts.num_per_token, experts.activation
-        routes = route(logits, each, is_normed=experts.is_normed, factors=factors)
+        each, is_normed = experts.num_per_token, experts.is_normed
+        routes = route(logits, each, is_normed=is_normed, factors=factors)
         tiles = tiles_of(routes.experts, experts.num_experts)
-        active = x.new_empty(len(tiles.order), experts.size)
-        weight, bias = self._gate_up.weight, self._gate_up.bias
-        is_gelu = activation.is_gelu
-        gate_up(x, weight, bias, tiles, each, active, activation.clamp, is_gelu=is_gelu)
-        out = x.new_empty(x.shape)
-        down(active, self._down.weight, self._down.bias, routes.weights, tiles, out)
+        active, out = x.new_empty(len(tiles.order), experts.size), x.new_empty(x.shape)
+        gate_up(x, self._gate_up, tiles, experts, active)
+        down(active, self._down, tiles, routes.weights, out)
         return out
 
 

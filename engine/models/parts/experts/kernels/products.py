@@ -12,57 +12,43 @@ from penstock.engine.kernels.activation import gelu, silu
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import add_up
 from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.kernels.routing import FEW_ROWS, Tiles
 
 _FEW_OUTPUTS, _MANY_OUTPUTS = 32, 64
 _FEW_COLUMNS, _MANY_COLUMNS = 128, 64
 
 
-def gate_up(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tiles: Tiles,
-    num_per_token: int,
-    out: Tensor,
-    clamp: tuple[float, float] | None = None,
-    *,
-    is_gelu: bool = False,
-) -> None:
-    """out = silu(gate) * up of each row, in the order of the tiles: (T * num_per_token, size).
+def gate_up(x: Tensor, linear: PlainLinear, tiles: Tiles, experts: Experts, out: Tensor) -> None:
+    """out = activation(gate) * up of each row, in the order of the tiles: (T * num_per_token,
+    size).
 
-    x: (T, columns). weight: (experts * 2 * size, columns), of each expert the gate's rows first.
-    bias: one for each row of weight. clamp: (alpha, limit), if the activation is that of
-    `clamped_swiglu`. is_gelu: GELU by tanh in place of SiLU. Sums are float32.
+    x: (T, columns). linear: of (experts * 2 * size, columns), of each expert the gate's rows first.
+    Sums are float32.
     """
     size, columns = out.shape[1], x.shape[1]
+    clamp, is_gelu = experts.activation.clamp, experts.activation.is_gelu
     outputs, chunk = _sizes(tiles, columns)
     _gate_up[(ceil_div(size, outputs), len(tiles.experts))](
-        x, weight, bias, *tiles[1:], out, columns, size, *(clamp or (0.0, 0.0)),
-        EACH=num_per_token, IS_CLAMPED=clamp is not None, IS_GELU=is_gelu, ROWS=tiles.rows,
+        x, linear.weight, linear.bias, *tiles[1:], out, columns, size, *(clamp or (0.0, 0.0)),
+        EACH=experts.num_per_token, IS_CLAMPED=clamp is not None, IS_GELU=is_gelu, ROWS=tiles.rows,
         OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3, **overlapped(),
     )  # fmt: skip
 
 
-def down(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weights: Tensor,
-    tiles: Tiles,
-    out: Tensor,
-) -> None:
+def down(x: Tensor, linear: PlainLinear, tiles: Tiles, weights: Tensor, out: Tensor) -> None:
     """out = the sum of each token's experts' outputs by weight: (T, hidden).
 
-    x: (T * num_per_token, size), in the order of the tiles. weight: (experts * hidden, size). bias:
-    one for each row of weight. weights: as in `Routes`.
+    x: (T * num_per_token, size), in the order of the tiles. linear: of (experts * hidden, size).
+    weights: as in `Routes`.
     """
     num_tokens, hidden = out.shape
     each, columns = weights.shape[1], x.shape[1]
     outputs, chunk = _sizes(tiles, columns)
     parts = weights.new_empty(num_tokens, each, hidden)
     _down[(ceil_div(hidden, outputs), len(tiles.experts))](
-        x, weight, bias, weights, *tiles[1:], parts, columns, hidden,
+        x, linear.weight, linear.bias, weights, *tiles[1:], parts, columns, hidden,
         ROWS=tiles.rows, OUTPUTS=outputs, CHUNK=chunk, num_warps=4, num_stages=3, **overlapped(),
     )  # fmt: skip
     add_up(parts, out)
