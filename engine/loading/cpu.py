@@ -24,8 +24,7 @@ from penstock.engine.memory.tiers.offload import block_files, disk_tier
 from penstock.engine.memory.tiers.pool_bytes import PoolBytes, StepsInFlight
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gathered import GatheredModel
-from penstock.engine.models.decoder.model import Model
+from penstock.engine.models.decoder.model import GatheredModel, Model
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import (

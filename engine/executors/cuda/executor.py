@@ -93,7 +93,7 @@ class CudaExecutor:
         self._states = None
         if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any
             self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
-        use_graphs = loaded.use_graphs and model.is_capturable
+        use_graphs = loaded.use_graphs and model.attention.is_capturable
         self._decodes = DecodeSteps(
             model,
             tables,
@@ -104,7 +104,7 @@ class CudaExecutor:
         chunk_sizes = loaded.chunk_sizes
         if chunk_sizes is None:
             chunk_sizes = CHUNK_SIZES if self._device.type == "cuda" else ()
-        takes_chunks = use_graphs and model.takes_decode_lens
+        takes_chunks = use_graphs and model.attention.takes_decode_lens
         self._chunks = ChunkSteps(model, tables, chunk_sizes if takes_chunks else ())
         graph_sizes = GraphSizes(decodes=tuple(self._decodes.sizes), chunks=self._chunks.sizes)
         self.info = replace(loaded.info, runs_ahead=True, graph_sizes=graph_sizes)

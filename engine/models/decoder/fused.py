@@ -24,8 +24,7 @@ from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.decoder.gathered import joined
-from penstock.engine.models.decoder.model import LlamaModel
+from penstock.engine.models.decoder.model import LlamaModel, gathered, joined
 from penstock.engine.models.layers.fused_linear import (
     FUSED_PATH,
     FusedLinear,
@@ -137,7 +136,7 @@ class FusedModel:
         """
         check_parts(model.config)
         self._model = model
-        self._attention = attention
+        self.attention = attention
         self._adapters = adapters
         self._pipeline = pipeline or DevicePipeline()
         self._layers = [
@@ -170,16 +169,6 @@ class FusedModel:
                 self._of_all[part.dtype] = part.new_empty(len(part), whole)
 
     @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph may hold a step."""
-        return self._attention.is_capturable
-
-    @property
-    def takes_decode_lens(self) -> bool:
-        """Whether it computes a step with `DeviceStep.decode_lens`."""
-        return self._attention.takes_decode_lens
-
-    @property
     def has_states(self) -> bool:
         """Whether layers have a recurrence, which reads `DeviceStep.state_tiles`."""
         return any(self._model.config.recurrent)
@@ -196,7 +185,7 @@ class FusedModel:
         num_tokens = len(step.token_ids)
         steps = step.group_steps
         for each in steps[: self._num_attention_groups]:
-            self._attention.plan(each)
+            self.attention.plan(each)
         if self._pipeline.before is None:
             residual = model.embedding.new_empty(num_tokens, config.hidden_size)
             mixed = self._mixed(step, residual)
@@ -236,9 +225,7 @@ class FusedModel:
         out = self._scaled(self._lm_head.many(states).float())
         if (group := self._model.group) is None:
             return out
-        logits = out.new_zeros(len(out), self._model.shard.model.vocab_size)
-        parts = group.gather(out)
-        return logits if parts is None else joined(parts, logits)
+        return gathered(group, out, self._model.shard.model.vocab_size)
 
     def _summed(self, tensor: Tensor) -> Tensor:
         """In place, over all ranks."""

@@ -270,3 +270,42 @@ class LlamaModel:
         is_own = (own >= 0) & (own < len(self.embedding))
         states = embed(config, self.embedding, own.where(is_own, 0))
         return summed(self.group, states * is_own.unsqueeze(1))
+
+
+class GatheredModel:
+    """See `Model`: one of which each rank computes some columns of the logits. Rank 0 has them; on
+    others they are zeros, which nobody should read."""
+
+    def __init__(self, model: Model, group: Group, vocab_size: int) -> None:
+        """vocab_size: of the whole model; the ranks' together may be a few more."""
+        self._model = model
+        self._group = group
+        self._vocab_size = vocab_size
+
+    def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
+        return gathered(self._group, self._model(step, pool), self._vocab_size)
+
+    def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
+        return self._model.states(step, pool, rows)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return gathered(self._group, self._model.logits(states), self._vocab_size)
+
+
+def gathered(group: Group, part: Tensor, vocab_size: int) -> Tensor:
+    """On rank 0 the logits of which each has a part, (S, vocab_size); on others zeros."""
+    if not len(part):
+        return part.new_empty(0, vocab_size)
+    parts = group.gather(part)
+    if parts is None:
+        return part.new_zeros(len(part), vocab_size)
+    return joined(parts, part.new_empty(len(part), vocab_size))
+
+
+def joined(parts: Tensor, logits: Tensor) -> Tensor:
+    """parts: (ranks, S, columns), of which the last may be padding. Writes logits, (S, vocab_size),
+    and returns them."""
+    columns = torch.split(logits, parts.shape[2], dim=1)
+    for into, each in zip(columns, parts, strict=False):  # the last ranks may have none
+        into.copy_(each[:, : into.shape[1]])
+    return logits
