@@ -222,20 +222,17 @@ class ModelConfig:
         """Those of each layer that has some; None where none has."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
-    @property
-    def num_expert_layers(self) -> int:
-        return sum(layer.experts is not None for layer in self.layers)
-
     def routed(self, num_bytes: int) -> RoutedExperts | None:
         """num_bytes: of all experts of all layers."""
         experts = self.experts
         if experts is None:
             return None
+        num_layers = sum(layer.experts is not None for layer in self.layers)
         return RoutedExperts(
-            num_layers=self.num_expert_layers,
+            num_layers=num_layers,
             num_experts=experts.num_experts,
             num_experts_per_token=experts.num_per_token,
-            expert_bytes=num_bytes // (self.num_expert_layers * experts.num_experts),
+            expert_bytes=num_bytes // (num_layers * experts.num_experts),
         )
 
     @property
@@ -250,7 +247,7 @@ class ModelConfig:
         """Elements that every step reads: all but experts, and the embedding, unless it is the
         output layer too."""
         num = sum(table.num_step_weights() for _, table in self.tables)
-        return num - self._num_embedding_weights(is_tied=False)
+        return num - self.vocab_size * self.hidden_size
 
     @property
     def num_expert_weights(self) -> int:
@@ -260,10 +257,12 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         num = self.num_step_weights + self.num_expert_weights
-        return num + self._num_embedding_weights(is_tied=self.head.is_tied) + self.table_bytes(1)
+        return num + self._num_gathered_weights + self.table_bytes(1)
 
-    def _num_embedding_weights(self, *, is_tied: bool) -> int:
-        return 0 if is_tied else self.vocab_size * self.hidden_size
+    @property
+    def _num_gathered_weights(self) -> int:
+        """Elements of the embedding; 0 where it is the output layer too."""
+        return 0 if self.head.is_tied else self.vocab_size * self.hidden_size
 
     def table_bytes(self, dtype_bytes: int) -> int:
         """The bytes of the table of `per_layer_inputs`, which a GPU has in its memory."""
@@ -278,7 +277,7 @@ class ModelConfig:
         they are stored.
         """
         read = self.step_weight_bytes(dtype_bytes, kept) + self.expert_bytes(dtype_bytes, kept)
-        return read + self._num_embedding_weights(is_tied=self.head.is_tied) * dtype_bytes
+        return read + self._num_gathered_weights * dtype_bytes
 
     def step_weight_bytes(self, dtype_bytes: int, kept: KeptBytes | None = None) -> int:
         """The bytes of the weights that every step reads, as `ModelInfo.weight_bytes`."""

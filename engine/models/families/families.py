@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
@@ -88,17 +87,17 @@ def _partial_rope(
     windows: Windows,
     *,
     default: float = 1.0,
-    kinds: Mapping[str, str] = MappingProxyType({}),
+    kinds: Mapping[str, str] | None = None,
 ) -> Ropes:
     """default: of the share of a head that is rotated. kinds: see `RopeSettings`."""
-    settings = RopeSettings(fields)
+    settings = RopeSettings(fields, kinds)
     rotary_dim = int(head_dim * settings.share_of_head(default))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise InvalidModel(
             f"{fields.path}: partial_rotary_factor rotates {rotary_dim} of a head's {head_dim} "
             "dimensions; it must be an even number of them"
         )
-    rope = settings.for_all_layers(rotary_dim, kinds)
+    rope = settings.for_all_layers(rotary_dim)
     attention = {} if rotary_dim == head_dim else {"rotary_dim": rotary_dim}
     return Ropes(rope=rope, attention=attention)
 

@@ -112,11 +112,8 @@ class PartLayer(Generic[Settings]):
 
     def _linear_bytes(self, *, are_routed: bool) -> int:
         specs, linears = self.config.linears, self.linears
-        return sum(
-            linear.num_bytes
-            for name, linear in linears.items()
-            if (specs[name].num_used is not None) is are_routed
-        )
+        own = (name for name in specs if (specs[name].num_used is not None) is are_routed)
+        return sum(linears[name].num_bytes for name in own)
 
 
 def summed(group: Group | None, tensor: Tensor) -> Tensor:

@@ -79,10 +79,6 @@ class Attention(Part):
         return KVHeads(self.num_kv_heads, self.head_dim)
 
     @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
@@ -94,7 +90,7 @@ class Attention(Part):
     @property
     def qkv_sizes(self) -> list[int]:
         """The rows of queries, and of what else the first product gives, one after the other."""
-        query = self.query_size * (1 + self.has_gates)
+        query = self.num_heads * self.head_dim * (1 + self.has_gates)
         return [query, *[self.kv_size] * self.num_kv_parts]
 
     @property

@@ -62,9 +62,9 @@ class RopeSettings:
     """Holds config.json's settings of rotary positions: `rope_parameters` (transformers 5), or
     `rope_theta` and `rope_scaling` (before)."""
 
-    def __init__(self, fields: Fields) -> None:
-        """Raises InvalidModel."""
-        self._fields = fields
+    def __init__(self, fields: Fields, kinds: Mapping[str, str] | None = None) -> None:
+        """kinds: other names of kinds of scaling that the family has. Raises InvalidModel."""
+        self._fields, self._kinds = fields, kinds or {}
         self._key, self._content = "rope_scaling", fields.mapping("rope_scaling")
         if newer := fields.mapping("rope_parameters"):
             self._key, self._content = "rope_parameters", newer
@@ -72,16 +72,15 @@ class RopeSettings:
         fields.get("original_max_position_embeddings")
         self._is_by_kind = any(isinstance(value, dict) for value in self._content.values())
 
-    def for_all_layers(self, rotary_dim: int, kinds: Mapping[str, str] | None = None) -> RopeConfig:
-        """rotary_dim: how many dimensions of a head are rotated. kinds: other names of kinds of
-        scaling that the family has."""
+    def for_all_layers(self, rotary_dim: int) -> RopeConfig:
+        """rotary_dim: how many dimensions of a head are rotated."""
         if self._is_by_kind:
             raise InvalidModel(
                 f"{self._fields.path} has rotary positions that differ between layers, which is "
                 "not supported for this architecture; use a model with one rope_parameters for "
                 "all layers"
             )
-        return self._read(self._section(self._content), self._theta, rotary_dim, kinds or {})
+        return self._read(self._section(self._content), self._theta, rotary_dim)
 
     def by_kind(self, kind: str, rotary_dim: int, local_theta: float) -> RopeConfig:
         """Reads a family whose sliding layers have a base of their own, and never a scaling.
@@ -97,7 +96,7 @@ class RopeSettings:
                 raise self._fields.wrong(
                     "rope_parameters", f"an object with one for {kinds}", self._content
                 )
-            return self._read(self._section(self._content), self._theta, rotary_dim, {})
+            return self._read(self._section(self._content), self._theta, rotary_dim)
         if unknown := set(self._content) - _LAYER_KINDS:
             raise InvalidModel(
                 f"{self._fields.path}: {self._key} has {shown(min(unknown))}; only "
@@ -107,7 +106,7 @@ class RopeSettings:
         if not isinstance(content, dict):
             raise self._fields.wrong(self._key, "an object of objects", self._content)
         theta = local_theta if kind == "sliding_attention" else self._theta
-        return self._read(self._section(content, kind), theta, rotary_dim, {})
+        return self._read(self._section(content, kind), theta, rotary_dim)
 
     def share_of_head(self, default: float = 1.0) -> float:
         """Returns which share of a head's dimensions is rotated: the first."""
@@ -130,16 +129,14 @@ class RopeSettings:
     def _section(self, content: dict[str, Any], kind: str = "") -> Fields:
         return Fields(f"{self._fields.path}: {self._key}{kind and '.'}{kind}", content)
 
-    def _read(
-        self, scaling: Fields, theta: float, rotary_dim: int, kinds: Mapping[str, str]
-    ) -> RopeConfig:
+    def _read(self, scaling: Fields, theta: float, rotary_dim: int) -> RopeConfig:
         theta = scaling.number("rope_theta", theta)
         if theta <= 1:  # the frequencies would not fall
             raise InvalidModel(
                 f"{self._fields.path}: 'rope_theta' must be more than 1, not {theta:g}"
             )
         given = scaling.text("rope_type") or scaling.text("type") or "default"
-        kind = kinds.get(given, given)
+        kind = self._kinds.get(given, given)
         if kind not in _KINDS:
             raise InvalidModel(
                 f"{self._fields.path} has {shown(kind)} rope scaling; supported are "

@@ -12,7 +12,7 @@ from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import RopeConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Angles:
     """Rotates the heads of one layer.
 
@@ -28,8 +28,7 @@ class Angles:
 
     def at(self, positions: Tensor) -> "Angles":
         """Takes the rows at positions, (T,) int64, of a table with a row for each position."""
-        factors = self.query_factors
-        factors = None if factors is None else factors[positions]
+        factors = None if self.query_factors is None else self.query_factors[positions]
         return Angles(self.cos[positions], self.sin[positions], factors, self.rotary_dim)
 
 
@@ -53,9 +52,8 @@ class RotaryTables:
 
     def at(self, positions: Tensor) -> dict[int, Angles]:
         """The angles of these positions."""
-        found = {id(table): table for table in self.layers.values()}
-        rows = {key: table.at(positions) for key, table in found.items()}
-        return {index: rows[id(table)] for index, table in self.layers.items()}
+        rows = {table: table.at(positions) for table in {*self.layers.values()}}
+        return {index: rows[table] for index, table in self.layers.items()}
 
 
 def _angles(config: Attention, num_positions: int, device: torch.device) -> Angles:
