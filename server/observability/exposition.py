@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -67,7 +67,8 @@ class Renderer:
     """Renders metric families as text and keeps their lines for the next scrape."""
 
     def __init__(self) -> None:
-        self._rendered: dict[str, _Rendered] = {}  # by the name of the family
+        # By the name of the family: the name and the labels of each sample, and the lines.
+        self._rendered: dict[str, tuple[list[tuple[str, dict[str, str]]], Lines]] = {}
 
     def text(self, metrics: Iterable[Metric]) -> str:
         """The same text as prometheus-client's `generate_latest`."""
@@ -75,23 +76,17 @@ class Renderer:
 
     def _text_of(self, metric: Metric) -> str:
         labels = [(sample.name, sample.labels) for sample in metric.samples]
-        rendered = self._rendered.get(metric.name)
-        if rendered is None or rendered.labels != labels:
-            rendered = self._rendered[metric.name] = _Rendered(labels, Lines(metric))
-        return rendered.lines.filled(number(sample.value) for sample in metric.samples)
+        before, lines = self._rendered.get(metric.name, (None, None))
+        if lines is None or before != labels:
+            lines = Lines(metric)
+            self._rendered[metric.name] = labels, lines
+        return lines.filled(number(sample.value) for sample in metric.samples)
 
 
 def number(value: float) -> str:
     """As prometheus-client formats it."""
     formatted: str = floatToGoString(value)  # type: ignore[no-untyped-call]
     return formatted
-
-
-class _Rendered(NamedTuple):
-    """labels: of each sample, its name and its labels."""
-
-    labels: list[tuple[str, dict[str, str]]]
-    lines: Lines
 
 
 class _SingleFamily(Collector):
@@ -128,17 +123,17 @@ _LEAST_EXPONENT = 1_000_000
 class Histogram:
     """Counts by bucket, and the sum. Upper bounds are inclusive, as in Prometheus."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
         """count: how often `value` occurred."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
-        self._sum += value * count
+        self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it); the last bound is +Inf."""
@@ -148,11 +143,7 @@ class Histogram:
     def sample_values(self) -> list[str]:
         """The values of its samples in Prometheus's text format: buckets, count, sum."""
         totals = [f"{n}.0" if n < _LEAST_EXPONENT else number(n) for n in accumulate(self._counts)]
-        return [*totals, totals[-1], number(self._sum)]
-
-    @property
-    def sum(self) -> float:
-        return self._sum
+        return [*totals, totals[-1], number(self.sum)]
 
 
 class Gaps:
@@ -222,7 +213,7 @@ class HistogramFamily:
         )
 
 
-def described(name: str, bounds: tuple[float, ...], help_text: str) -> Histogram:
+def described(name: str, help_text: str, bounds: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
     """Declares a field of a dataclass that is a histogram without labels."""
     made: Histogram = field(
         default_factory=partial(Histogram, bounds), metadata={"name": name, "help": help_text}

@@ -80,15 +80,13 @@ def group_metrics(groups: Sequence[GroupBlocks]) -> Iterator[Metric]:
 def tier_metrics(tier: TierStats) -> Iterator[Metric]:
     """A server with --kv-offload-gb or --kv-offload-dir has these besides. Label `tier`: memory, of
     the host of a GPU, or disk."""
-    for name, value, help_text in (
-        (
-            "query_tokens",
-            tier.query_tokens_total,
-            "Prompt tokens looked up below the KV cache, as they were not in it",
-        ),
-        ("hit_tokens", tier.hit_tokens_total, "Prompt tokens loaded from there"),
-    ):
-        yield counter(f"kv_offload_{name}", help_text, value)
+    yield counter(
+        "kv_offload_query_tokens",
+        "Prompt tokens looked up below the KV cache, as they were not in it",
+        tier.query_tokens_total,
+    )
+    loaded = tier.hit_tokens_total
+    yield counter("kv_offload_hit_tokens", "Prompt tokens loaded from there", loaded)
     reasons = ("absent", "slower", "unreadable", "late")
     yield counter(
         "kv_offload_misses",

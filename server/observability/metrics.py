@@ -19,7 +19,6 @@ from penstock.scheduler.types import RequestId, Started
 from penstock.server.observability.exposition import (
     LENGTHS,
     OCCURRENCES,
-    REQUEST_SECONDS,
     SIZES,
     STEP_SECONDS,
     Gaps,
@@ -65,19 +64,17 @@ NO_HANDLER = "none"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
+@dataclass(slots=True)
 class RequestTimes:
     """When a prompt arrived, and when each of its answers started: its first step, or None before.
 
     Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known.
     """
 
-    __slots__ = ("arrival_s", "num_prompt_tokens", "predicted_ttft_s", "started_s")
-
-    def __init__(self, arrival_s: float, n: int, num_prompt_tokens: int) -> None:
-        self.arrival_s = arrival_s
-        self.num_prompt_tokens = num_prompt_tokens
-        self.predicted_ttft_s: float | None = None
-        self.started_s: list[float | None] = [None] * n
+    arrival_s: float
+    num_prompt_tokens: int
+    started_s: list[float | None]
+    predicted_ttft_s: float | None = None
 
 
 @dataclass(eq=False)
@@ -86,72 +83,63 @@ class Histograms:
 
     ttft: Histogram = described(
         "time_to_first_token_seconds",
-        REQUEST_SECONDS,
         "From the arrival of a request to the first token of an answer",
     )
     tpot: Histogram = described(
         "time_per_output_token_seconds",
-        STEP_SECONDS,
         "Mean time per token of an answer, after the first token",
+        STEP_SECONDS,
     )
     itl: Histogram = described(
-        "inter_token_latency_seconds", STEP_SECONDS, "Time between two tokens of an answer"
+        "inter_token_latency_seconds", "Time between two tokens of an answer", STEP_SECONDS
     )
     latency: Histogram = described(
-        "request_latency_seconds",
-        REQUEST_SECONDS,
-        "From the arrival of a request to its last token",
+        "request_latency_seconds", "From the arrival of a request to its last token"
     )
     queue_time: Histogram = described(
-        "queue_time_seconds",
-        REQUEST_SECONDS,
-        "From the arrival of a request to the first step of an answer",
+        "queue_time_seconds", "From the arrival of a request to the first step of an answer"
     )
     prefill_time: Histogram = described(
-        "prefill_time_seconds",
-        REQUEST_SECONDS,
-        "From the first step of an answer to its first token",
+        "prefill_time_seconds", "From the first step of an answer to its first token"
     )
     decode_time: Histogram = described(
-        "decode_time_seconds", REQUEST_SECONDS, "From the first token of an answer to its last"
+        "decode_time_seconds", "From the first token of an answer to its last"
     )
     inference_time: Histogram = described(
-        "inference_time_seconds",
-        REQUEST_SECONDS,
-        "From the first step of an answer to its last token",
+        "inference_time_seconds", "From the first step of an answer to its last token"
     )
-    batch_size: Histogram = described("batch_size_sequences", SIZES, "Sequences in one step")
+    batch_size: Histogram = described("batch_size_sequences", "Sequences in one step", SIZES)
     step_tokens: Histogram = described(
-        "step_tokens", SIZES, "Tokens in one step, of prompts and of answers"
+        "step_tokens", "Tokens in one step, of prompts and of answers", SIZES
     )
     step_progress: Histogram = described(
         "step_progress_tokens",
-        SIZES,
         "Prompt tokens computed and answer tokens sampled in one step",
+        SIZES,
     )
     preemptions_per_answer: Histogram = described(
         "request_preemptions",
-        OCCURRENCES,
         "How often an answer that the engine ended was preempted",
+        OCCURRENCES,
     )
     prompt_lengths: Histogram = described(
-        "request_prompt_tokens", LENGTHS, "Tokens of one accepted prompt"
+        "request_prompt_tokens", "Tokens of one accepted prompt", LENGTHS
     )
     computed_lengths: Histogram = described(
         "request_computed_prompt_tokens",
-        LENGTHS,
         "Tokens of one prompt that were not in the prefix cache at its first step",
+        LENGTHS,
     )
     answers_per_prompt: Histogram = described(
-        "request_answers", SIZES, "Answers that a request asks for per accepted prompt (n)"
+        "request_answers", "Answers that a request asks for per accepted prompt (n)", SIZES
     )
     max_tokens: Histogram = described(
         "request_max_tokens",
-        LENGTHS,
         "Most tokens that an answer to an accepted prompt may have (max_tokens)",
+        LENGTHS,
     )
     answer_lengths: Histogram = described(
-        "request_generated_tokens", LENGTHS, "Tokens of one answer that finished"
+        "request_generated_tokens", "Tokens of one answer that finished", LENGTHS
     )
 
 
@@ -222,7 +210,7 @@ class Metrics(Histograms):
         """The returned times are filled in as the answers start. Always followed by `forget`."""
         self._prompt_tokens += num_prompt_tokens
         self.prompt_lengths.observe(num_prompt_tokens)
-        times = self._times[request_id] = RequestTimes(arrival_s, n, num_prompt_tokens)
+        times = self._times[request_id] = RequestTimes(arrival_s, num_prompt_tokens, [None] * n)
         return times
 
     def on_response(self, handler: str, method: str, status: int) -> None:
@@ -335,25 +323,17 @@ class Metrics(Histograms):
         return [*described_in(self), step_time, *described_in(self.predictions)]
 
     def _counters(self) -> Iterator[Metric]:
-        stats = self.stats
-        totals: dict[str, tuple[float, str]] = {
-            "prompt_tokens": (self._prompt_tokens, "Prompt tokens of accepted requests"),
-            "cached_prompt_tokens": (
-                self._cached_tokens,
-                "Prompt tokens whose keys and values were already in the KV cache",
-            ),
-            "generated_tokens": (self.generated_tokens, "Tokens sampled"),
-            **{
-                name: (getattr(stats, f"{name}_total"), help_text)
-                for name, help_text in _SCHEDULER_COUNTERS.items()
-            },
-            "engine_busy_seconds": (
-                sum(totals.step_s for totals in self._totals.values()),
-                "Time in which the engine ran a step",
-            ),
-        }
-        for name, (value, help_text) in totals.items():
-            yield counter(name, help_text, value)
+        stats, busy_s = self.stats, sum(totals.step_s for totals in self._totals.values())
+        yield counter("prompt_tokens", "Prompt tokens of accepted requests", self._prompt_tokens)
+        yield counter(
+            "cached_prompt_tokens",
+            "Prompt tokens whose keys and values were already in the KV cache",
+            self._cached_tokens,
+        )
+        yield counter("generated_tokens", "Tokens sampled", self.generated_tokens)
+        for name, help_text in _SCHEDULER_COUNTERS.items():
+            yield counter(name, help_text, getattr(stats, f"{name}_total"))
+        yield counter("engine_busy_seconds", "Time in which the engine ran a step", busy_s)
         yield counter(
             "requests",
             "Requests that the engine got and that have ended, by outcome",
@@ -395,27 +375,24 @@ class Metrics(Histograms):
             yield counter(name, help_text, by_class, "class")
 
     def _gauges(self) -> Iterator[Metric]:
-        stats, num_blocks = self._stats, self.model.num_blocks if self.model else 0
+        stats = self._stats
         first, *more = stats.groups
-        gauges = {
-            "running_sequences": (stats.num_running, "Sequences that run"),
-            "waiting_sequences": (self.num_waiting, "Sequences that wait in the queue"),
-            "kv_used_blocks": (first.num_used, "KV blocks that sequences hold"),
-            "kv_idle_blocks": (
-                first.num_evictable,
-                "KV blocks that no sequence holds and whose content can still be found",
-            ),
-            "kv_free_blocks": (
-                first.num_free if self._has_stats else num_blocks,
-                "KV blocks without content",
-            ),
-            "kv_cache_usage_ratio": (
-                stats.kv_usage,
-                "Share of the KV blocks that sequences hold; with windows, in the fullest pool",
-            ),
-        }
-        for name, (value, help_text) in gauges.items():
-            yield gauge(name, help_text, value)
+        num_blocks = self.model.num_blocks if self.model else 0
+        num_free = first.num_free if self._has_stats else num_blocks
+        yield gauge("running_sequences", "Sequences that run", stats.num_running)
+        yield gauge("waiting_sequences", "Sequences that wait in the queue", self.num_waiting)
+        yield gauge("kv_used_blocks", "KV blocks that sequences hold", first.num_used)
+        yield gauge(
+            "kv_idle_blocks",
+            "KV blocks that no sequence holds and whose content can still be found",
+            first.num_evictable,
+        )
+        yield gauge("kv_free_blocks", "KV blocks without content", num_free)
+        yield gauge(
+            "kv_cache_usage_ratio",
+            "Share of the KV blocks that sequences hold; with windows, in the fullest pool",
+            stats.kv_usage,
+        )
         yield from group_metrics(more)
         if stats.fairness_index is not None:
             yield gauge(

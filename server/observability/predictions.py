@@ -16,7 +16,6 @@ from penstock.engine.client import EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import StepClass, class_of
 from penstock.scheduler.step_model.samples import StepSamples, sample_of
 from penstock.server.observability.exposition import (
-    REQUEST_SECONDS,
     Histogram,
     counter,
     described,
@@ -36,20 +35,17 @@ class Predictions:
     step_errors: dict[StepClass, float] = field(default_factory=dict)
     predicted_ttft: Histogram = described(
         "predicted_time_to_first_token_seconds",
-        REQUEST_SECONDS,
         "TTFT expected at the arrival of requests with a target that were accepted",
     )
     ttft_error: Histogram = described(
-        "ttft_prediction_error_seconds",
-        REQUEST_SECONDS,
-        "Distance of the measured TTFT from the expected one",
+        "ttft_prediction_error_seconds", "Distance of the measured TTFT from the expected one"
     )
 
     def __post_init__(self) -> None:
         self._predicted_s = dict.fromkeys(StepClass, 0.0)
         self._measured_s = dict.fromkeys(StepClass, 0.0)
         self._num_steps = dict.fromkeys(StepClass, 0)
-        self._targets: Counter[tuple[str, str]] = Counter()
+        self.targets: Counter[tuple[str, str]] = Counter()
 
     def on_step(self, kind: StepClass, predicted_s: float, measured_s: float) -> None:
         """measured_s: from the end of the step before, without idleness."""
@@ -67,11 +63,7 @@ class Predictions:
 
     def on_target(self, slo: str, *, is_met: bool) -> None:
         """slo: ttft or tpot."""
-        self._targets[slo, "met" if is_met else "missed"] += 1
-
-    def on_refused(self) -> None:
-        """A request that would have missed its target."""
-        self._targets["ttft", "refused"] += 1
+        self.targets[slo, "met" if is_met else "missed"] += 1
 
     def metrics(self) -> Iterator[Metric]:
         families: dict[str, tuple[Mapping[StepClass, float], str]] = {
@@ -93,7 +85,7 @@ class Predictions:
         yield counter(
             "slo_attained",
             "Targets of answers (tpot) and of their first tokens (ttft), by what came of them",
-            {outcome: self._targets[outcome] for outcome in _OUTCOMES},
+            {outcome: self.targets[outcome] for outcome in _OUTCOMES},
             *("slo", "outcome"),
         )
 

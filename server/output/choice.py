@@ -29,7 +29,7 @@ class Choice:
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self.has_stop_string = False
+        self.stop_string: str | None = None  # the one that ended it, if one did
         self.first_token_s = 0.0
         self.last_token_s = 0.0
         self.num_cached = 0  # tokens of its prompt that prefix hits spared, once it has ended
@@ -72,7 +72,7 @@ class Choice:
                 self._read(self._reader, new)
                 if self._reader.is_over:
                     return self._finish(text, "stop")
-            if self.has_stop_string:
+            if self.stop_string:
                 return self._finish(text, "stop")
         if len(shown_ids) < len(output.token_ids):
             self.num_tokens += 1
@@ -98,11 +98,11 @@ class Choice:
         if finish.reason is FinishReason.INVALID_LOGITS:
             raise InvalidLogits
         rest = self._pass(self._decoder.end())
-        if self._scanner and not self.has_stop_string:
+        if self._scanner and not self.stop_string:
             rest += self._scanner.end()
         if self._reader:
             self._parts += self._reader.feed(rest)
-        reason = "stop" if self.has_stop_string else finish.reason.value
+        reason = "stop" if self.stop_string else finish.reason.value
         return self._finish(text + rest, reason, finish.stop_token_id)
 
     def _delta(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
@@ -127,17 +127,12 @@ class Choice:
         self._parts += reader.feed(text)
         self.num_reasoning += was_thinking and reader.is_thinking
 
-    @property
-    def stop_string(self) -> str | None:
-        """The one that ended it, if one did."""
-        return self._scanner.stop if self._scanner else None
-
     def _pass(self, text: str) -> str:
         """Through the scanner, if there is one."""
         if self._scanner is None or not text or self.num_tokens <= self._min_tokens:
             return text
         text = self._scanner.feed(text)
-        self.has_stop_string = self._scanner.has_stopped
+        self.stop_string = self._scanner.stop
         return text
 
     def _finish(self, text: str, reason: str, stop_token_id: int | None = None) -> OutputDelta:
@@ -147,9 +142,9 @@ class Choice:
                 reason = "tool_calls"
         self.finish_reason = reason
         self._num_sent += len(text)
-        is_cut = self.has_stop_string and not self._shows_all
+        is_cut = self.stop_string and not self._shows_all
         entries = self._take_entries() if is_cut else self._entries
-        ended_by = self.stop_string if self.has_stop_string else stop_token_id
+        ended_by = self.stop_string or stop_token_id
         return self._delta(text, entries, reason)._replace(ended_by=ended_by)
 
     def _take_entries(self) -> list[LogprobEntry]:

@@ -13,7 +13,7 @@ models have.
 import codecs
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,34 +23,20 @@ from penstock.scheduler.errors import InvalidConfig
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class Utf8Run:
-    """Byte-level BPE: returns each character as soon as it is complete."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, data: bytes) -> str:
-        return self._decoder.decode(data)
-
-    def end(self) -> str:
-        """No more bytes follow: the rest, with U+FFFD for bytes that form no character."""
-        return self._decoder.decode(b"", final=True)
-
-
-class FallbackRun:
+class FallbackDecoder(codecs.IncrementalDecoder):
     """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end.
 
     One invalid byte turns every byte of its run into U+FFFD, complete characters too.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> str:
+    def decode(self, data: Any, final: bool = False) -> str:
         self._data += data
-        return ""
-
-    def end(self) -> str:
+        if not final:
+            return ""
         try:
             return self._data.decode()
         except UnicodeDecodeError:
@@ -72,9 +58,10 @@ class Vocabulary:
         parts = _decoder_parts(tokenizer)
         kinds = [part["type"] for part in parts]
         self.num_stripped = 0
-        self.new_run: type[Utf8Run] | type[FallbackRun] = FallbackRun
+        self.make_decoder: Callable[[], codecs.IncrementalDecoder] = FallbackDecoder
         if kinds == ["ByteLevel"]:
-            self.new_run = Utf8Run
+            # It returns each character as soon as it is complete.
+            self.make_decoder = partial(codecs.getincrementaldecoder("utf-8"), "replace")
             spell: Callable[[str], str | bytes] = _spell_byte_level
         elif set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and _is_fused(kinds):
             spell = _sentencepiece_speller(parts)
@@ -184,7 +171,7 @@ class TextDecoder:
         """shown: special tokens to include, id -> text, if not all of them are."""
         self._shown = shown or {}
         self._pieces = vocabulary.all_pieces if shows_special else vocabulary.pieces
-        self._run = vocabulary.new_run()
+        self._bytes = vocabulary.make_decoder()
         self._is_in_run = False
         self._num_to_strip = vocabulary.num_stripped if is_whole else 0
         self._num_chars = 0
@@ -198,10 +185,10 @@ class TextDecoder:
             return ""
         if isinstance(piece, bytes):
             self._is_in_run = True
-            text = self._run.feed(piece)
+            text = self._bytes.decode(piece)
         elif self._is_in_run:
             self._is_in_run = False
-            rest = self._run.end()
+            rest = self._bytes.decode(b"", final=True)
             self.token_start += len(rest)
             text = rest + piece
         else:
@@ -212,7 +199,7 @@ class TextDecoder:
         return text
 
     def end(self) -> str:
-        text = self._run.end()
+        text = self._bytes.decode(b"", final=True)
         return self._strip(text) if self._num_to_strip else text
 
     def _strip(self, text: str) -> str:
@@ -259,10 +246,6 @@ class StopScanner:
         self._matched = [0] * len(stops.strings)  # of each, how many characters the text ends with
         self._held = ""
         self.stop: str | None = None  # the stop string that ended the text
-
-    @property
-    def has_stopped(self) -> bool:
-        return self.stop is not None
 
     def feed(self, text: str) -> str:
         """The text that may be sent. Not to be called after a stop string."""

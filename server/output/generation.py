@@ -167,7 +167,7 @@ class Generation:
                 await stream.accepted()
         except TargetOutOfReach:
             self._outcome = "refused"
-            self._metrics.predictions.on_refused()
+            self._metrics.predictions.targets["ttft", "refused"] += 1
             raise
 
     def listen(self, on_news: Callable[[], None]) -> None:
@@ -372,19 +372,15 @@ class Generation:
         now_s = time.monotonic()  # later than gaps.now_s, after the streams before it
         ttft_s = now_s - self.request.arrival_s
         self._metrics.ttft.observe(ttft_s)
-        self._hold_to_target(choice, ttft_s)
-        if (started_s := self.started_s(choice)) is not None:
-            self._metrics.prefill_time.observe(now_s - started_s)
-
-    def _hold_to_target(self, choice: Choice, ttft_s: float) -> None:
         prompt, index = divmod(choice.index, self.request.n)
-        target_s = self.request.requests[prompt].ttft_target_s
-        if target_s is None or index:
-            return
-        predictions = self._metrics.predictions
-        predictions.on_target("ttft", is_met=ttft_s <= target_s)
-        if (predicted_s := self._times[prompt].predicted_ttft_s) is not None:
-            predictions.on_first_token(predicted_s, ttft_s)
+        times, target_s = self._times[prompt], self.request.requests[prompt].ttft_target_s
+        if target_s is not None and not index:
+            predictions = self._metrics.predictions
+            predictions.on_target("ttft", is_met=ttft_s <= target_s)
+            if times.predicted_ttft_s is not None:
+                predictions.on_first_token(times.predicted_ttft_s, ttft_s)
+        if (started_s := times.started_s[index]) is not None:
+            self._metrics.prefill_time.observe(now_s - started_s)
 
 
 async def collected(generation: Generation) -> list[OutputDelta]:

@@ -5,6 +5,7 @@ the arguments of one call.
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 
@@ -66,23 +67,14 @@ class AnswerReader(Protocol):
 
 def merged(parts: Iterable[Part]) -> list[Part]:
     """The same parts, with those joined that belong together."""
-    runs: list[tuple[Part, list[str]]] = []
-    for part in parts:
-        text = [] if isinstance(part, CallStart) else [part.text]
-        if text and runs and _continues(runs[-1][0], part):
-            runs[-1][1].extend(text)
-        else:
-            runs.append((part, text))
-    return [_with_text(part, "".join(texts)) for part, texts in runs]
+    result: list[Part] = []
+    for _, (first, *others) in groupby(parts, _kind):
+        if others and not isinstance(first, CallStart):
+            texts = [part.text for part in others if not isinstance(part, CallStart)]
+            first = first._replace(text="".join([first.text, *texts]))
+        result.append(first)
+    return result
 
 
-def _continues(last: Part, part: Part) -> bool:
-    if isinstance(last, CallArguments) and isinstance(part, CallArguments):
-        return last.index == part.index
-    return type(last) is type(part)
-
-
-def _with_text(part: Part, text: str) -> Part:
-    if isinstance(part, CallStart):
-        return part
-    return part._replace(text=text)
+def _kind(part: Part) -> tuple[type[Part], int]:
+    return type(part), part.index if isinstance(part, CallStart | CallArguments) else 0

@@ -155,7 +155,7 @@ def scan(parts: list[str], stops: list[str], *, includes_stop: bool) -> tuple[st
     out = ""
     for part in parts:
         out += scanner.feed(part)
-        if scanner.has_stopped:
+        if scanner.stop:
             return out, True
     return out + scanner.end(), False
 
@@ -186,7 +186,7 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(
     for part in parts:
         seen += part
         sent += scanner.feed(part)
-        if scanner.has_stopped:
+        if scanner.stop:
             return
         held = seen[len(sent) :]
         assert not held or any(stop.startswith(held) for stop in stops), json.dumps([seen, held])
