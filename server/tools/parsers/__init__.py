@@ -10,9 +10,8 @@ malformed after that, the arguments sent so far remain and the rest is plain tex
 from enum import StrEnum
 
 from penstock.server.tools.parsers.base import ToolParser
-from penstock.server.tools.parsers.gemma import GEMMA_MARKUP, GemmaParser
+from penstock.server.tools.parsers.gemma import GemmaParser
 from penstock.server.tools.parsers.header_calls import (
-    DEEPSEEK_MARKUP,
     DeepSeekParser,
     HarmonyParser,
     KimiParser,
@@ -63,33 +62,12 @@ class ToolFormat(StrEnum):
     JSON = "json", JsonParser
 
 
-# Markup that the parsers must see even where it consists of special tokens.
-MARKUP = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "[TOOL_CALLS]",
-    "[CALL_ID]",
-    "[ARGS]",
-    *DEEPSEEK_MARKUP,
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<seed:tool_call>",
-    "</seed:tool_call>",
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    "<|tool_call|>",
-    "<|/tool_call|>",
-    "<function_calls>",
-    "</function_calls>",
-    *GEMMA_MARKUP,
+# Harmony's markers are other models' ends of a turn, and not text there.
+MARKUP = tuple(
+    {
+        marker: None
+        for form in ToolFormat
+        if form is not ToolFormat.OPENAI
+        for marker in form.parser.markup()
+    }
 )

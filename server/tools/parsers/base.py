@@ -33,10 +33,12 @@ class ToolParser:
     max_calls: once this many are complete, `is_over` is true and further text is ignored.
 
     _BEGINS: markers of which one precedes calls. _ENDS: those that are dropped after a call.
+    _INNER: those within calls that may be special tokens too.
     """
 
     _BEGINS: tuple[str, ...] = ()
     _ENDS: tuple[str, ...] = ()
+    _INNER: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -56,8 +58,14 @@ class ToolParser:
         self._state: Callable[[str], None] = self._in_text
         self._parts: list[Part] = []
         self._held = ""  # what may be markup
+        self._written = ""  # the end of it that `_find_next` looks at
         self._space = ""  # whitespace that is dropped if a call follows
         self._is_after_call = False
+
+    @classmethod
+    def markup(cls) -> tuple[str, ...]:
+        """Markup that the parser must see even where it consists of special tokens."""
+        return cls._BEGINS + cls._ENDS + cls._INNER
 
     def feed(self, text: str) -> list[Part]:
         position = 0
@@ -126,6 +134,30 @@ class ToolParser:
         if stripped:
             self._parts.append(TextPart(stripped))
 
+    def _hold(self, char: str) -> None:
+        self._held += char
+        self._written += char
+
+    def _find_next(
+        self, char: str, then: Mapping[str, Callable[[], None]], otherwise: Callable[[], None]
+    ) -> None:
+        """One of these markers comes next, perhaps after whitespace: calls what belongs to the one
+        that `char` completes, or `otherwise` where there is none."""
+        self._hold(char)
+        prefix = self._written.lstrip(WHITESPACE)
+        if prefix in then:
+            then[prefix]()
+        elif not any(marker.startswith(prefix) for marker in then):
+            otherwise()
+
+    def _end_markup(self) -> None:
+        """The held text was markup, and plain text follows."""
+        self._held = ""
+        self._state = self._in_text
+
+    def _replay_held(self) -> None:
+        self._replay(self._take_held())
+
     def _replay(self, text: str) -> None:
         """The text was not markup: reads it again from the state of plain text."""
         self._state = self._in_text
@@ -158,7 +190,7 @@ class ToolParser:
         self._parts.append(CallArguments(self.num_calls - 1, text))
 
     def _end_call(self, then: Callable[[str], None]) -> None:
-        self._held = ""
+        self._held = self._written = ""
         self._is_after_call = True
         self._state = then
         self._num_done += 1

@@ -13,8 +13,6 @@ from penstock.server.tools.parsers.base import MAX_NAME_CHARS, escaped
 from penstock.server.tools.parsers.header_calls import HeaderCalls
 
 QUOTE = '<|"|>'
-BEGIN, END = "<|tool_call>", "<tool_call|>"
-GEMMA_MARKUP = (BEGIN, END, QUOTE)
 _CLOSING = {"{": "}", "[": "]"}
 # As its template writes them, and as models trained on Python do.
 _LITERALS = {"None": "null", "True": "true", "False": "false"}
@@ -23,7 +21,7 @@ _LITERALS = {"None": "null", "True": "true", "False": "false"}
 class GemmaParser(HeaderCalls):
     """See above."""
 
-    _BEGINS, _ENDS = (BEGIN,), (END,)
+    _BEGINS, _ENDS, _INNER = ("<|tool_call>",), ("<tool_call|>",), (QUOTE,)
     _HEADER = re.compile(r"\s*call:\s*(?P<name>[\w.-]+)\s*")
 
     def _begin_arguments(self) -> None:
@@ -34,7 +32,7 @@ class GemmaParser(HeaderCalls):
         found = self._arguments.feed(char)
         if found is None:
             self.add_arguments(self._arguments.rest())
-            self._replay(self._take_held())
+            self._replay_held()
             return
         if found:
             self.add_arguments(found)

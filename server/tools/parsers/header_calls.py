@@ -55,7 +55,7 @@ class HeaderCalls(ListCalls):
 class MistralParser(HeaderCalls):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}`."""
 
-    _BEGINS = ("[TOOL_CALLS]",)
+    _BEGINS, _INNER = ("[TOOL_CALLS]",), ("[CALL_ID]", "[ARGS]")
     _HEADER = re.compile(r"(?P<name>[\w.-]+)(\[CALL_ID\]\w*)?(\[ARGS\])?\s*")
 
     def _after_marker(self, char: str) -> None:
@@ -73,42 +73,30 @@ class MistralParser(HeaderCalls):
 
 
 class SectionParser(HeaderCalls):
-    """Calls between a begin and an end marker, in a section between two markers."""
+    """Calls between a begin and an end marker, in a section between two markers.
 
-    _SECTION_BEGIN: str
-    _SECTION_END: str
-    _CALL_BEGIN: str
+    _BEGINS: of the section, which models omit, and of a call. _ENDS: of the section, late or not.
+    """
+
     # The texts that may end a call, most common first; whitespace in them is ignored.
     _CALL_ENDS: tuple[str, ...]
 
     def _in_text(self, char: str) -> None:
-        # Models omit the marker that begins the section, and close the section late.
-        ends = (self._SECTION_END,) if self.num_calls else ()
-        marker = self._match(char, (self._SECTION_BEGIN, self._CALL_BEGIN, *ends))
-        if marker == self._SECTION_BEGIN:
-            self._held = marker
-            self._num_marker_chars = len(marker)
-            self._state = self._before_call
-        elif marker == self._CALL_BEGIN:
-            self._held = marker
-            self._state = self._begin_header
+        if marker := self._begin_marker(char):
+            self._written = ""
+            is_section = marker == self._BEGINS[0]
+            self._state = self._before_call if is_section else self._begin_header
 
     def _before_call(self, char: str) -> None:
-        self._held += char
-        prefix = self._held[self._num_marker_chars :].lstrip(WHITESPACE)
-        if prefix == self._CALL_BEGIN:
-            self._state = self._begin_header
-        elif prefix == self._SECTION_END:
-            self._held = ""
-            self._state = self._in_text
-        elif not (self._CALL_BEGIN.startswith(prefix) or self._SECTION_END.startswith(prefix)):
-            self._reject_before_call()
+        then = {self._BEGINS[1]: self._begin_call, self._ENDS[0]: self._end_markup}
+        self._find_next(char, then, self._reject_section)
 
-    def _reject_before_call(self) -> None:
-        marker, rest = self._held[: self._num_marker_chars], self._held[self._num_marker_chars :]
-        self._held = ""
-        self._emit_text(marker)
-        self._replay(rest)
+    def _begin_call(self) -> None:
+        self._state = self._begin_header
+
+    def _reject_section(self) -> None:
+        self._emit_text(self._take_held().removesuffix(self._written))
+        self._replay(self._written)
 
     def _end_arguments(self) -> None:
         self._end_call(self._after_arguments)
@@ -117,10 +105,10 @@ class SectionParser(HeaderCalls):
         self._held += char
         prefix = "".join(self._held.split())
         if prefix in self._CALL_ENDS:
-            self._held, self._num_marker_chars = "", 0
+            self._held = self._written = ""
             self._state = self._before_call
         elif not any(end.startswith(prefix) for end in self._CALL_ENDS):
-            self._replay(self._take_held())
+            self._replay_held()
 
 
 def _deepseek_marker(name: str) -> str:
@@ -132,7 +120,6 @@ def _deepseek_marker(name: str) -> str:
 CALLS_BEGIN, CALLS_END = _deepseek_marker("tool calls begin"), _deepseek_marker("tool calls end")
 CALL_BEGIN, CALL_END = _deepseek_marker("tool call begin"), _deepseek_marker("tool call end")
 SEPARATOR = _deepseek_marker("tool sep")
-DEEPSEEK_MARKUP = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
 
 class DeepSeekParser(SectionParser):
@@ -142,8 +129,8 @@ class DeepSeekParser(SectionParser):
     fences of Markdown.
     """
 
-    _SECTION_BEGIN, _SECTION_END = CALLS_BEGIN, CALLS_END
-    _CALL_BEGIN = CALL_BEGIN
+    _BEGINS, _ENDS = (CALLS_BEGIN, CALL_BEGIN), (CALLS_END,)
+    _INNER = (CALL_END, SEPARATOR)
     _CALL_ENDS = (CALL_END, f"```{CALL_END}")
     _HEADER = re.compile(
         rf"\s*(?:function\s*{SEPARATOR})?\s*(?P<name>[\w.-]+)\s*"
@@ -157,8 +144,9 @@ class KimiParser(SectionParser):
     The header is the call's id, which the chat template shows to the model again.
     """
 
-    _SECTION_BEGIN, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    _CALL_BEGIN = "<|tool_call_begin|>"
+    _BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    _ENDS = ("<|tool_calls_section_end|>",)
+    _INNER = ("<|tool_call_argument_begin|>", "<|tool_call_end|>")
     _CALL_ENDS = ("<|tool_call_end|>",)
     _HEADER = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"

@@ -175,18 +175,16 @@ class ListCalls(ObjectCalls):
         elif char == "]":
             self._end_list()
         elif char not in WHITESPACE:
-            self._replay(self._take_held())
+            self._replay_held()
 
     def _end_list(self) -> None:
-        self._held = ""
-        self._state = self._in_text
+        self._end_markup()
 
 
 class HermesParser(ObjectCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    _BEGINS = ("<tool_call>",)
-    _CALL_END = "</tool_call>"
+    _BEGINS, _INNER = ("<tool_call>",), ("</tool_call>",)
 
     def _after_marker(self, char: str) -> None:
         self._before_object(char)
@@ -196,13 +194,7 @@ class HermesParser(ObjectCalls):
 
     def _after_object(self, char: str) -> None:
         """The end marker, which some models forget."""
-        self._held += char
-        prefix = self._held.lstrip(WHITESPACE)
-        if prefix == self._CALL_END:
-            self._held = ""
-            self._state = self._in_text
-        elif not self._CALL_END.startswith(prefix):
-            self._replay(self._take_held())
+        self._find_next(char, dict.fromkeys(self._INNER, self._end_markup), self._replay_held)
 
 
 class JsonParser(ListCalls, LineParser):

@@ -88,18 +88,17 @@ class PythonicParser(LineParser):
         if char == ",":
             self._state = self._before_call
         elif char == "]":
-            self._held = ""
-            self._state = self._in_text
+            self._end_markup()
         elif char not in WHITESPACE:
             self._is_line_start = False
-            self._replay(self._take_held())
+            self._replay_held()
 
 
 class Olmo3Parser(PythonicParser):
     """A call a line, between `<function_calls>` and `</function_calls>`: OLMo 3."""
 
-    _BEGINS, _ENDS = ("<function_calls>",), ()
     _CALLS_END = "</function_calls>"
+    _BEGINS, _ENDS, _INNER = ("<function_calls>",), (), (_CALLS_END,)
     _ending = ""  # the beginning of _CALLS_END
     _has_calls = False  # since the last marker
 
@@ -111,8 +110,7 @@ class Olmo3Parser(PythonicParser):
     def _before_call(self, char: str) -> None:
         ending = self._ending + char
         if ending == self._CALLS_END and self._has_calls:
-            self._held = ""
-            self._state = self._in_text
+            self._end_markup()
         elif ending != self._CALLS_END and self._CALLS_END.startswith(ending):
             self._held += char
             self._ending = ending

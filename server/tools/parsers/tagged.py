@@ -38,15 +38,7 @@ class TaggedParser(ToolParser):
             self._state = self._in_name if marker == self._NAME_OPENING else self._before_name
 
     def _before_name(self, char: str) -> None:
-        self._hold(char)
-        prefix = self._written.lstrip(WHITESPACE)
-        if not self._NAME_OPENING and prefix:
-            self._begin_name()
-            self._written = prefix
-        elif prefix and prefix == self._NAME_OPENING:
-            self._begin_name()
-        elif not self._NAME_OPENING.startswith(prefix):
-            self._reject_last()
+        self._find_next(char, {self._NAME_OPENING: self._begin_name}, self._reject_last)
 
     def _begin_name(self) -> None:
         self._written = ""
@@ -80,15 +72,12 @@ class TaggedParser(ToolParser):
         self._state = self._between_arguments
 
     def _between_arguments(self, char: str) -> None:
-        self._hold(char)
-        prefix = self._written.lstrip(WHITESPACE)
-        if prefix == self._CALL_CLOSING:
-            self._close_call()
-        elif prefix == self._KEY_OPENING:
-            self._written = ""
-            self._state = self._in_key
-        elif not (self._CALL_CLOSING.startswith(prefix) or self._KEY_OPENING.startswith(prefix)):
-            self._end_broken_call()
+        then = {self._CALL_CLOSING: self._close_call, self._KEY_OPENING: self._begin_key}
+        self._find_next(char, then, self._end_broken_call)
+
+    def _begin_key(self) -> None:
+        self._written = ""
+        self._state = self._in_key
 
     def _in_key(self, char: str) -> None:
         self._hold(char)
@@ -107,12 +96,7 @@ class TaggedParser(ToolParser):
             self._end_broken_call()
 
     def _before_value(self, char: str) -> None:
-        self._hold(char)
-        prefix = self._written.lstrip(WHITESPACE)
-        if prefix == self._VALUE_OPENING:
-            self._begin_value()
-        elif not self._VALUE_OPENING.startswith(prefix):
-            self._end_broken_call()
+        self._find_next(char, {self._VALUE_OPENING: self._begin_value}, self._end_broken_call)
 
     def _begin_value(self) -> None:
         self._held = self._written = ""
@@ -159,24 +143,14 @@ class TaggedParser(ToolParser):
 
     def _close_call(self) -> None:
         self._close_arguments()
-        self._written = ""
         self._end_call(self._after_call)
 
     def _after_call(self, char: str) -> None:
         """An end marker, which some models omit, or another call."""
-        self._hold(char)
-        prefix = self._written.lstrip(WHITESPACE)
-        if prefix in self._ENDS:
-            self._held = ""
-            self._state = self._in_text
-        elif prefix and prefix == self._NAME_OPENING:
-            self._begin_name()
-        elif not any(m.startswith(prefix) for m in (*self._ENDS, self._NAME_OPENING)):
-            self._replay(self._take_held())
-
-    def _hold(self, char: str) -> None:
-        self._held += char
-        self._written += char
+        then = dict.fromkeys(self._ENDS, self._end_markup)
+        if self._NAME_OPENING:
+            then[self._NAME_OPENING] = self._begin_name
+        self._find_next(char, then, self._replay_held)
 
     def _reject_last(self) -> None:
         """As `_reject`, when the last character is already held."""
@@ -189,7 +163,7 @@ class TaggedParser(ToolParser):
     def _end_broken_call(self) -> None:
         """The call has started and is malformed: its arguments end, and the rest is text."""
         self._close_arguments()
-        self._replay(self._take_held())
+        self._replay_held()
 
 
 class QwenCoderParser(TaggedParser):
@@ -216,11 +190,16 @@ class GlmParser(TaggedParser):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5."""
 
     _BEGINS = ("<tool_call>",)
-    _ENDS = ()
     _NAME_OPENING, _NAME_CLOSING = "", "\n"
     _KEY_OPENING, _KEY_CLOSING = "<arg_key>", "</arg_key>"
     _VALUE_OPENING, _VALUE_CLOSING = "<arg_value>", "</arg_value>"
+    _INNER = (_KEY_OPENING, _KEY_CLOSING, _VALUE_OPENING, _VALUE_CLOSING)
     _CALL_CLOSING = "</tool_call>"
+
+    def _before_name(self, char: str) -> None:
+        self._held += char
+        if char not in WHITESPACE:
+            self._state, self._written = self._in_name, char
 
 
 class MinimaxParser(TaggedParser):
