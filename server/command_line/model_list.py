@@ -34,7 +34,7 @@ def _problem_of_settings(directory: Path) -> str | None:
     """Checks what the server process reads, and the engine does not."""
     try:
         GenerationDefaults.load(directory)
-        Pooler.load(directory, PoolerConfig(), hidden_size=0)
+        Pooler.load(directory, PoolerConfig())
     except PenstockError as error:
         return str(error).replace(f"{directory}/", "")
     return None

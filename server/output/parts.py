@@ -76,5 +76,15 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     return result
 
 
+def num_begun(text: str, marker: str) -> int:
+    """How many characters at the end of the text may be the beginning of the marker."""
+    if marker[0] not in text:
+        return 0
+    for num in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-num:]):
+            return num
+    return 0
+
+
 def _kind(part: Part) -> tuple[type[Part], int]:
     return type(part), part.index if isinstance(part, CallStart | CallArguments) else 0

@@ -41,15 +41,14 @@ class Pooler:
     problem: str | None = None
 
     @classmethod
-    def load(cls, directory: Path, config: PoolerConfig, hidden_size: int) -> Self:
-        """config: overrides the directory. Raises PenstockError for a file that is not as it should
-        be."""
+    def load(cls, directory: Path, config: PoolerConfig) -> Self:
+        """All but the hidden size. config: overrides the directory. Raises PenstockError for a file
+        that is not as it should be."""
         model = read_model_object(directory / "config.json")
         pooling, normalizes, problem = _read_modules(directory)
         return cls(
             pooling=config.pooling or pooling or Pooling.LAST,
             normalizes=normalizes if config.normalize is None else config.normalize,
-            hidden_size=hidden_size,
             matryoshka=_matryoshka(directory, model),
             problem=None if config.pooling else problem,
         )

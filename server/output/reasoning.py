@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.server.output.channels import CLOSING, FINAL, OPENING, ChannelSplitter
 from penstock.server.output.json_scanner import WHITESPACE
-from penstock.server.output.parts import Part, ReasoningPart, TextPart, merged
+from penstock.server.output.parts import Part, ReasoningPart, TextPart, merged, num_begun
 
 
 class Markers(NamedTuple):
@@ -18,23 +18,29 @@ class Markers(NamedTuple):
     answer: str = ""
 
 
+_THINK = Markers("<think>", "</think>")
+
+
 class ReasoningFormat(StrEnum):
     """How reasoning is marked, and whether it begins with a marker or with the answer.
 
     The names are vLLM's.
     """
 
+    markers: Markers
+
+    def __new__(cls, name: str, markers: Markers = _THINK) -> "ReasoningFormat":
+        member = str.__new__(cls, name)
+        member._value_, member.markers = name, markers
+        return member
+
     QWEN3 = "qwen3"
     DEEPSEEK_R1 = "deepseek_r1"
-    MISTRAL = "mistral"
-    GRANITE = "granite"
-    SEED_OSS = "seed_oss"
-    GEMMA4 = "gemma4"
-    OPENAI_GPTOSS = "openai_gptoss"
-
-    @property
-    def markers(self) -> Markers:
-        return _MARKERS.get(self, _THINK)
+    MISTRAL = "mistral", Markers("[THINK]", "[/THINK]")
+    GRANITE = "granite", Markers("Here is my thought process:", "Here is my response:")
+    SEED_OSS = "seed_oss", Markers("<seed:think>", "</seed:think>")
+    GEMMA4 = "gemma4", Markers("<|channel>thought", "<channel|>")
+    OPENAI_GPTOSS = "openai_gptoss", Markers(OPENING, CLOSING, FINAL)
 
     @property
     def begins_open(self) -> bool:
@@ -42,14 +48,6 @@ class ReasoningFormat(StrEnum):
         return self is ReasoningFormat.DEEPSEEK_R1
 
 
-_THINK = Markers("<think>", "</think>")
-_MARKERS = {
-    ReasoningFormat.MISTRAL: Markers("[THINK]", "[/THINK]"),
-    ReasoningFormat.GRANITE: Markers("Here is my thought process:", "Here is my response:"),
-    ReasoningFormat.SEED_OSS: Markers("<seed:think>", "</seed:think>"),
-    ReasoningFormat.GEMMA4: Markers("<|channel>thought", "<channel|>"),
-    ReasoningFormat.OPENAI_GPTOSS: Markers(OPENING, CLOSING, FINAL),
-}
 # Markup that a splitter must see even where it consists of special tokens.
 MARKUP = (*(text for form in ReasoningFormat for text in form.markers if text), "<|channel>")
 
@@ -177,11 +175,7 @@ class ReasoningSplitter:
 
     def _certain(self) -> str:
         """The held text without the beginning of a closing marker and whitespace before it."""
-        end = len(self._held)
-        for length in range(min(end, len(self._closing) - 1), 0, -1):
-            if self._closing.startswith(self._held[end - length :]):
-                end -= length
-                break
+        end = len(self._held) - num_begun(self._held, self._closing)
         return self._held[:end].rstrip(WHITESPACE)
 
     def _text_parts(self, text: str) -> list[Part]:

@@ -10,7 +10,6 @@ from penstock.server.output.reasoning import ReasoningState
 from penstock.server.prompt.model import ServedModel
 from penstock.server.structured.constraint import check_grammar
 from penstock.server.structured.grammar import (
-    AnswerSyntax,
     Calls,
     Content,
     ReasoningBlock,
@@ -51,7 +50,7 @@ async def constrain(
     if rules.thinking_budget is not None or not is_free:
         block = _reasoning_block(rules.thinking_budget, reasoning, model)
         reasoning = reasoning if block or is_free else None
-    grammar = grammar_text(AnswerSyntax(content=content, calls=calls, reasoning=block))
+    grammar = grammar_text(content, calls, block)
     num_bytes = 0
     if grammar is not None and model.grammars:
         num_bytes = await check_grammar(model.grammars, grammar, param, client)

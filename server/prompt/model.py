@@ -65,11 +65,7 @@ class ServedModel:
     def fingerprint(self) -> str:
         """Changes when anything does that may change a seeded answer."""
         info = self.info
-        dtype = (
-            info.dtype
-            if info.kv_cache_dtype == info.dtype
-            else f"{info.dtype}_{info.kv_cache_dtype}"
-        )
+        dtype = "_".join(dict.fromkeys((info.dtype, info.kv_cache_dtype)))
         base = f"fp_penstock_{version()}_{info.architecture}_{dtype}_{info.device}"
         digest = (self.adapter_id or "").rpartition("@")[2]
         return f"{base}_{digest[:8]}" if digest else base
@@ -160,7 +156,7 @@ def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:
     return PromptFiles(
         defaults=GenerationDefaults.load(directory),
         # The engine knows the size, later.
-        pooler=Pooler.load(directory, config.server.pooler, hidden_size=0),
+        pooler=Pooler.load(directory, config.server.pooler),
         encoder=encoder,
     )
 

@@ -94,33 +94,29 @@ class ReasoningBlock:
     max_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerSyntax:
-    """content: what the answer must be; None for any text. calls: what may stand in its place, or
-    must, if there is no content. reasoning: what precedes both."""
+def grammar_text(
+    content: Content | None = None,
+    calls: Calls | Content | None = None,
+    reasoning: ReasoningBlock | None = None,
+) -> str | None:
+    """The grammar of an answer in llguidance's notation; None if any text will do.
 
-    content: Content | None = None
-    calls: Calls | Content | None = None
-    reasoning: ReasoningBlock | None = None
-
-
-def grammar_text(syntax: AnswerSyntax) -> str | None:
-    """In llguidance's notation; None if any text will do.
-
-    Two answers of JSON become one schema, since both begin with a brace, and llguidance does not
-    support alternative grammars that begin alike.
+    content: what the answer must be; None for any text. calls: what may stand in its place, or
+    must, if there is no content. reasoning: what precedes both. Two answers of JSON become one
+    schema, since both begin with a brace, and llguidance does not support alternative grammars that
+    begin alike.
     """
-    if syntax.calls is None or syntax.content is None:
-        only = syntax.content or syntax.calls
+    if calls is None or content is None:
+        only = content or calls
         parts = _parts(only) if only else None
-    elif isinstance(syntax.calls, Calls):
-        either = {"calls": _parts(syntax.calls), "format": _parts(syntax.content)}
+    elif isinstance(calls, Calls):
+        either = {"calls": _parts(calls), "format": _parts(content)}
         parts = _nested("start: @calls | @format", either)
     else:
-        parts = _parts(_either(syntax.calls, syntax.content))
-    if syntax.reasoning:
-        is_message = isinstance(syntax.calls, Calls) and syntax.content is None
-        parts = _after_reasoning(syntax.reasoning, parts, is_message=is_message)
+        parts = _parts(_either(calls, content))
+    if reasoning:
+        is_message = isinstance(calls, Calls) and content is None
+        parts = _after_reasoning(reasoning, parts, is_message=is_message)
     if parts is None:
         return None
     lark: str | None = parts[0].get("lark_grammar") if len(parts) == 1 else None

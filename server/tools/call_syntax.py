@@ -118,9 +118,10 @@ def call_syntax(
             check_schema(function.parameters or {})
         schemas = {function.name: _arguments_schema(function) for function in rules.to_call}
         # An alternative grammar of JSON begins alike: see `grammar_text`.
-        if form and (rules.must_call or not _begins_as_json(form)) and can_enforce(form, schemas):
-            return native_calls(form, schemas, special, max_calls=rules.max_required_calls)
-        return enforced_json(_call_schema(rules), whitespace=_WHITESPACE)
+        calls = None
+        if form and (rules.must_call or not _begins_as_json(form)):
+            calls = native_calls(form, schemas, special, max_calls=rules.max_required_calls)
+        return calls or enforced_json(_call_schema(rules), whitespace=_WHITESPACE)
     except (ValueError, RecursionError) as error:
         message = f"the parameters of tools cannot be compiled to a grammar: {error}"
         raise InvalidRequest(message, param="tools", code="invalid_grammar") from error
@@ -136,22 +137,20 @@ def check_alternative(answer: Content) -> None:
         )
 
 
-def can_enforce(form: ToolFormat, schemas: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether a grammar can enforce calls of these functions in the model's own format."""
-    shape = _shape_of(form, {})
-    return shape is not None and (not shape.key or all(map(_is_plain_object, schemas.values())))
-
-
 def native_calls(
     form: ToolFormat,
     schemas: Mapping[str, dict[str, Any]],
     special: Mapping[str, int],
     *,
     max_calls: int,
-) -> Calls:
-    """schemas: of the arguments, by the functions' names; see `can_enforce`."""
+) -> Calls | None:
+    """Calls in the model's own format; None where a grammar cannot enforce it.
+
+    schemas: of the arguments, by the functions' names.
+    """
     shape = _shape_of(form, special)
-    assert shape, form
+    if shape is None or (shape.key and not all(map(_is_plain_object, schemas.values()))):
+        return None
     arguments = _tagged if shape.key else _json
     functions = {name: arguments(schema) for name, schema in schemas.items()}
     return Calls(shape=shape, functions=functions, max_calls=max_calls, special=special)

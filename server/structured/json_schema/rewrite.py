@@ -291,8 +291,10 @@ def _dynamic_ref(schema: dict[str, Any]) -> _Rewritten:
 
 
 def _format(schema: dict[str, Any]) -> _Rewritten:
-    name, patterns = enforced_format(schema["format"])
-    return _Rewritten({"format": name} if name else {}, [{"pattern": each} for each in patterns])
+    """The format of llguidance that enforces this one, if any, and the patterns to add."""
+    name = _NARROWER_FORMATS.get(schema["format"], schema["format"])
+    patterns = [{"pattern": each} for each in _PATTERNS.get(name, ())]
+    return _Rewritten({"format": name} if name in _FORMATS else {}, patterns)
 
 
 def _other_than_arrays(schema: dict[str, Any]) -> list[Schema]:
@@ -344,12 +346,3 @@ _PATTERNS = {
     "time": (_SECOND_BELOW_60,),
     "json-pointer": ("^(/([^~/]|~[01])*)*$",),
 }
-
-
-def enforced_format(name: str) -> tuple[str | None, tuple[str, ...]]:
-    """The format of llguidance that enforces this one, if any, and the patterns to add.
-
-    TypeError if the name is not hashable.
-    """
-    name = _NARROWER_FORMATS.get(name, name)
-    return (name if name in _FORMATS else None), _PATTERNS.get(name, ())

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from penstock.server.output.json_scanner import WHITESPACE
+from penstock.server.output.parts import num_begun
 from penstock.server.tools.parsers.base import MAX_NAME_CHARS, escaped
 from penstock.server.tools.parsers.header_calls import HeaderCalls
 
@@ -139,11 +140,7 @@ class _Arguments:
             text, self._held = self._held.removesuffix(QUOTE), ""
             self._is_string, self._is_over = False, True
             return escaped(text) + '"'
-        start = max(0, len(self._held) - len(QUOTE) + 1)
-        certain = next(
-            (i for i in range(start, len(self._held)) if QUOTE.startswith(self._held[i:])),
-            len(self._held),
-        )
+        certain = len(self._held) - num_begun(self._held, QUOTE)
         text, self._held = self._held[:certain], self._held[certain:]
         return escaped(text)
 

@@ -19,6 +19,7 @@ class PythonicParser(LineParser):
     _BEGINS: tuple[str, ...] = ("<|python_start|>",)
     _ENDS: tuple[str, ...] = ("<|python_end|>",)
     _OPENERS = "["
+    _takes_any_name = False
     _call_text = ""
     _depth = 0
     _quote = ""  # of the string that is open
@@ -39,7 +40,7 @@ class PythonicParser(LineParser):
             self._reject(char)
 
     def _in_name(self, char: str) -> None:
-        if char == "(" and self._is_function(self._call_text):
+        if char == "(" and (self._takes_any_name or self._call_text in self._names):
             self._held += char
             self._depth, self._quote, self._is_escaped = 1, "", False
             self._name = self._call_text
@@ -50,9 +51,6 @@ class PythonicParser(LineParser):
             self._call_text += char
         else:
             self._reject(char)
-
-    def _is_function(self, name: str) -> bool:
-        return name in self._names
 
     def _in_call(self, char: str) -> None:
         self._held += char
@@ -99,6 +97,7 @@ class Olmo3Parser(PythonicParser):
 
     _CALLS_END = "</function_calls>"
     _BEGINS, _ENDS, _INNER = ("<function_calls>",), (), (_CALLS_END,)
+    _takes_any_name = True  # no text is between these markers by chance
     _ending = ""  # the beginning of _CALLS_END
     _has_calls = False  # since the last marker
 
@@ -118,9 +117,6 @@ class Olmo3Parser(PythonicParser):
             self._reject(char)
         else:
             super()._before_call(char)
-
-    def _is_function(self, name: str) -> bool:
-        return True  # no text is between these markers by chance
 
     def _after_python_call(self, char: str) -> None:
         self._has_calls, self._ending = True, ""

@@ -124,7 +124,7 @@ class TaggedParser(ToolParser):
                 self._written = self._written[len(certain) :]
 
     def _certain(self) -> str:
-        """The value so far, without a suffix that may belong to the closing tag."""
+        """The value that is written, without a suffix that may belong to the closing tag."""
         start = max(0, len(self._written) - len(self._VALUE_CLOSING))
         for position in range(start, len(self._written)):
             rest = self._written[position:]

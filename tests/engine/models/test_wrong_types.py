@@ -85,7 +85,7 @@ def load_all(directory: Path) -> None:
     """What a start reads of a model before its weights."""
     check_directory(directory)
     GenerationDefaults.load(directory)
-    Pooler.load(directory, PoolerConfig(), 256)
+    Pooler.load(directory, PoolerConfig())
     PromptEncoder.load(directory, None)
 
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from penstock.engine.sampling.grammar import GrammarCompiler, Grammars
 from penstock.server.structured.constraint import enforced_json
-from penstock.server.structured.grammar import AnswerSyntax, grammar_text
+from penstock.server.structured.grammar import grammar_text
 from penstock.server.structured.json_schema import Unenforceable, enforceable
 from tests.support.paths import DEMO_MODEL
 from tests.support.structured import closed
@@ -119,7 +119,7 @@ def grammars() -> Grammars:
 
 def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
     """Whether the value matches in some order of its properties: the grammar fixes one."""
-    grammar = grammar_text(AnswerSyntax(content=enforced_json(schema)))
+    grammar = grammar_text(enforced_json(schema))
     assert grammar
     matcher = grammars.compile(grammar).result()
     orders = [value]

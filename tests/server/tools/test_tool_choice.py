@@ -21,8 +21,8 @@ from penstock.server.protocol.responses import (
     chat_request,
     names_of_responses,
 )
-from penstock.server.structured.grammar import AnswerSyntax, grammar_text
-from penstock.server.tools.call_syntax import can_enforce, native_calls
+from penstock.server.structured.grammar import grammar_text
+from penstock.server.tools.call_syntax import native_calls
 from penstock.server.tools.parsers import MARKUP, ToolFormat
 from tests.support.chatting import ADD, QWEN, WEATHER, ask, make_model, prompt_of, request
 from tests.support.paths import ROOT
@@ -42,7 +42,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
 }
-OWN = [form for form in ToolFormat if can_enforce(form, SCHEMAS)]
+OWN = [form for form in ToolFormat if native_calls(form, SCHEMAS, {}, max_calls=1)]
 TOOLS = [WEATHER, ADD]
 VALUE_ENDS = ("\n</parameter>\n", "</parameter>\n", "</arg_value>\n")
 
@@ -87,7 +87,7 @@ def test_calls_enforced_in_the_models_own_format_are_read_back_and_validate(
     words = tokenizer(MARKUP if is_special else ())
     special = {text: words.token_to_id(text) or 0 for text in MARKUP} if is_special else {}
     calls = native_calls(form, SCHEMAS, special, max_calls=3)
-    grammar = grammar_text(AnswerSyntax(calls=calls)) or ""
+    grammar = grammar_text(calls=calls) or ""
     for seed in range(2):
         text = random_text(words, grammar, seed)
         parser = form.parser(frozenset(SCHEMAS), schemas=SCHEMAS)
@@ -106,8 +106,8 @@ def test_all_formats_but_four_can_be_enforced() -> None:
 
 def test_a_string_with_a_pattern_is_not_written_without_quotes() -> None:
     bare = {"f": {"type": "object", "properties": {"x": {"type": "string", "pattern": "a+"}}}}
-    assert not can_enforce(ToolFormat.QWEN3_CODER, bare)
-    assert can_enforce(ToolFormat.HERMES, bare)
+    assert native_calls(ToolFormat.QWEN3_CODER, bare, {}, max_calls=1) is None
+    assert native_calls(ToolFormat.HERMES, bare, {}, max_calls=1)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_schemas_of_other_than_plain_values_are_enforced_as_json(
 ) -> None:
     """The JSON grammar accepts the schema, as that of `true`, or refuses it with a message."""
     parameters = {"type": "object"} | schema
-    assert not can_enforce(ToolFormat.QWEN3_CODER, {"f": parameters})
+    assert native_calls(ToolFormat.QWEN3_CODER, {"f": parameters}, {}, max_calls=1) is None
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     model = make_model(tmp_path, QWEN, tool_parser="qwen3_coder")
     grammar = ask(model, tools=[tool], tool_choice="required").requests[0].sampling.grammar
