@@ -2,7 +2,8 @@
 
 At each launch it replaces the functions of `triton.language` by its own, and again at each call of
 a function inside of a kernel, where they are replaced already. Each operation makes the types of
-its result anew, with the same few shapes. A version of Triton that has another shape keeps all.
+its result anew, with the same few shapes, and whether integers overflow is computed for an
+assertion that is off. A version of Triton that has another shape keeps all.
 """
 
 import sys
@@ -18,6 +19,9 @@ def hasten_interpreter() -> None:
         _patch_once(interpreter)
         _remember_numpy_types(interpreter)
         _remember_block_types(interpreter.tl.core)
+        semantic = sys.modules["triton.language.semantic"].TritonSemantic
+        _broadcast_quickly(semantic, interpreter.tl.core)
+        _check_no_overflow_in_vain(semantic)
 
 
 def _patch_once(interpreter: Any) -> None:
@@ -72,6 +76,7 @@ def _remember_block_types(core: ModuleType) -> None:
         key = (element_ty.name, getattr(element_ty, "const", None), sizes)
         if key not in attributes:
             make_block(self, element_ty, shape)
+            self.known_sizes = sizes
             attributes[key] = self.__dict__
         else:
             self.__dict__.update(attributes[key])
@@ -86,3 +91,38 @@ def _remember_block_types(core: ModuleType) -> None:
             self.shape, self.numel = known
 
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+
+
+def _broadcast_quickly(semantic: Any, core: Any) -> None:
+    """Most operands have one shape, or one of each rank."""
+    broadcast = semantic.broadcast_impl_value
+
+    def widened(self: Any, operand: Any, sizes: tuple[int, ...]) -> Any:
+        if operand.type.known_sizes == sizes:
+            return operand
+        handle = self.builder.create_broadcast(operand.handle, sizes)
+        return self.make_tensor(handle, core.block_type(operand.type.scalar, list(sizes)))
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        left = lhs.type.__dict__.get("known_sizes", ())
+        right = rhs.type.__dict__.get("known_sizes", ())
+        if left == right and (left or not (lhs.type.is_block() or rhs.type.is_block())):
+            return lhs, rhs
+        pairs = list(zip(left, right, strict=False)) if len(left) == len(right) else []
+        if pairs and all(a == b or 1 in (a, b) for a, b in pairs):
+            sizes = tuple(map(max, left, right))
+            return widened(self, lhs, sizes), widened(self, rhs, sizes)
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _check_no_overflow_in_vain(semantic: Any) -> None:
+    """The eight operations of the check end in an assertion, which needs debug."""
+    check = semantic.binary_op_sanitize_overflow_impl
+
+    def binary_op_sanitize_overflow_impl(self: Any, *operands: Any) -> None:
+        if self.builder.options.debug:
+            check(self, *operands)
+
+    semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
