@@ -86,7 +86,7 @@ class RateMeter:
         if best is not None:
             measured = (max(measured[0], best[0]), max(measured[1], best[1]))
         elif is_disturbed:
-            logger.warning(
+            logger.info(
                 "how fast the machine is was measured while other programs took %.0f %% of its "
                 "processors' time: MBU against it may read too high, until that is measured again "
                 "when nothing else runs",
