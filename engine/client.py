@@ -128,11 +128,14 @@ def models_in(directory: Path) -> list[ListedModel]:
     return models_in(directory)
 
 
-def read_gguf_tokenizer(path: Path) -> str:
-    """A GGUF file's tokenizer, as a tokenizer.json. Raises PenstockError."""
+def convert_tokenizer(path: Path) -> tuple[str, dict[str, str]] | None:
+    """A GGUF file's tokenizer, or a directory's tokenizer.model or tekken.json, as a
+    tokenizer.json, with bos_token, eos_token ... of a directory; None for what is neither. Raises
+    PenstockError."""
     from penstock.engine.files.gguf.tokenizer import read_tokenizer
+    from penstock.engine.files.tokenizer_model import read_tokenizer_model
 
-    return read_tokenizer(path)
+    return (read_tokenizer(path), {}) if is_gguf(path) else read_tokenizer_model(path)
 
 
 def load_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> "Tokenizer | None":

@@ -11,7 +11,7 @@ from penstock.engine.config import LoadFormat
 from penstock.engine.files.gguf.file import is_gguf
 
 # Any of these is a tokenizer.
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "tokenizer_config.json")
 
 
 def needs_dummy_tokenizer(directory: Path, load_format: LoadFormat) -> bool:

@@ -15,6 +15,7 @@ from penstock.engine.errors import unreadable
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import CONFIG, Fields, check_regular
 from penstock.engine.files.safetensors import INDEX, SINGLE, open_safetensors, read_weight_map
+from penstock.engine.files.tokenizer_model import TEKKEN, tiktoken_only
 from penstock.engine.hub.gguf import gguf_models
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
@@ -28,8 +29,9 @@ from penstock.engine.models.families.unsupported import (
 from penstock.engine.models.formats.parse import HF_QUANT_CONFIG
 
 GENERATION_CONFIG = "generation_config.json"
-# One of them is enough; without tokenizer.json, transformers converts the others.
-_TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+# One of them is enough; without tokenizer.json, the others are converted.
+_TOKENIZERS = ("tokenizer.json", TEKKEN, "vocab.*", "*.model")
+_TIKTOKEN = ("*.tiktoken", "tiktoken.model")
 # These are read, here or later, by us or by transformers.
 _READ = (
     *(CONFIG, GENERATION_CONFIG, INDEX, SINGLE, "modules.json", "chat_template.jinja"),
@@ -80,7 +82,11 @@ def check_model(
                 "use --load-format dummy for random weights",
                 brief=f"{len(missing)} of its weight files are missing",
             )
-        if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZERS):
+        tiktoken = {name for name in names for each in _TIKTOKEN if fnmatchcase(name, each)}
+        others = set(names) - tiktoken
+        if not any(fnmatchcase(name, pattern) for name in others for pattern in _TOKENIZERS):
+            if tiktoken:
+                raise tiktoken_only(model)
             raise InvalidModel(
                 f"{model} has no tokenizer that can be read; copy the tokenizer.json of its base "
                 "model into it",

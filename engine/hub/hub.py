@@ -65,9 +65,9 @@ _SETTINGS = (
     "modules.json",
     "*_Pooling/config.json",
 )
-# Transformers makes a tokenizer of these, where there is no tokenizer.json.
+# A tokenizer is made of these, where there is no tokenizer.json.
 _SLOW_TOKENIZER = (
-    *("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
 # Files at a time: one connection rarely fills a fast line, and each may have to be done again.

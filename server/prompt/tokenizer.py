@@ -2,7 +2,7 @@
 
 `tokenizer.json` is read with the tokenizers library itself, and chat templates are rendered as
 `transformers` renders them, but without it: importing that takes the server process six seconds
-and torch. Only a model without a tokenizer.json still needs its conversion.
+torch. The engine converts SentencePiece's and Mistral's files; only others need transformers.
 """
 
 import asyncio
@@ -18,12 +18,11 @@ from tokenizers import Encoding, Tokenizer
 
 from penstock.engine.client import (
     LoadFormat,
-    is_gguf,
+    convert_tokenizer,
     load_dummy_tokenizer,
-    read_gguf_tokenizer,
     read_model_object,
 )
-from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.detokenizer import Vocabulary
 from penstock.server.prompt.infill import Infill
@@ -108,9 +107,10 @@ class PromptEncoder:
         """chat_template: a file to use in place of the model's own. Raises PenstockError."""
         settings = read_model_object(directory / "tokenizer_config.json")
         source = _template_source(directory, settings, chat_template)
-        special_tokens = _special_tokens(directory, settings)
+        tokenizer, special_tokens = _load_tokenizer(directory, load_format)
+        special_tokens |= _special_tokens(directory, settings)
         template = ChatTemplate(source, special_tokens) if source is not None else None
-        return cls(_load_tokenizer(directory, load_format), template, special_tokens)
+        return cls(tokenizer, template, special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises
@@ -303,16 +303,20 @@ def _encoding(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> E
     return encodings[0]
 
 
-def _load_tokenizer(directory: Path, load_format: LoadFormat) -> Tokenizer:
+def _load_tokenizer(directory: Path, load_format: LoadFormat) -> tuple[Tokenizer, dict[str, str]]:
+    """With those special tokens that its own file names."""
     if dummy := load_dummy_tokenizer(directory, load_format):
-        return dummy
+        return dummy, {}
     path = directory / "tokenizer.json"
     try:
-        if is_gguf(directory):
-            return Tokenizer.from_str(read_gguf_tokenizer(directory))
         if path.is_file():
-            return Tokenizer.from_file(str(path))
-        return _convert_tokenizer(directory)
+            return Tokenizer.from_file(str(path)), {}
+        if converted := convert_tokenizer(directory):
+            text, special_tokens = converted
+            return Tokenizer.from_str(text), special_tokens
+        return _convert_tokenizer(directory), {}
+    except PenstockError:
+        raise
     except BaseException as error:  # tokenizers raises plain Exception, transformers many kinds
         is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
         if not (is_panic or isinstance(error, Exception)):

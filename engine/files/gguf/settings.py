@@ -180,12 +180,12 @@ def _quotient(number: Any, divisor: Any, *, exact: bool = False) -> Any:
 def _generation_config(gguf: GgufFile) -> dict[str, Any]:
     given = {field: gguf.metadata.get(key) for field, key in _SAMPLING.items()}
     known = {field: value for field, value in given.items() if value is not None}
-    return {"eos_token_id": Tokens(gguf).end_ids(), **known}
+    return {"eos_token_id": Tokens(gguf.path, gguf.metadata).end_ids(), **known}
 
 
 def _tokenizer_config(gguf: GgufFile) -> dict[str, Any]:
     template = gguf.metadata.get("tokenizer.chat_template")
-    return {**Tokens(gguf).special(), "chat_template": template}
+    return {**Tokens(gguf.path, gguf.metadata).special(), "chat_template": template}
 
 
 _FILES = {

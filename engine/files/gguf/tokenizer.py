@@ -53,7 +53,8 @@ _TEKKEN = (
 )
 
 
-def _split(regex: str) -> PreTokenizer:
+def split(regex: str) -> PreTokenizer:
+    """Splits a text into words, and these into the letters of bytes."""
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), _BYTES])
 
 
@@ -73,18 +74,18 @@ class Words:
     adds_bos: bool = False
 
 
-_LLAMA3_BPE = Words(_split(_LLAMA3), ignores_merges=True, adds_bos=True)
+_LLAMA3_BPE = Words(split(_LLAMA3), ignores_merges=True, adds_bos=True)
 _SINGLE_DIGITS = Words(_DIGITS)
 # Source: llama.cpp's names for the tokenizers of models; the rules are those models' own.
 WORDS = {
     "llama-bpe": _LLAMA3_BPE,
     "llama3": _LLAMA3_BPE,
     "llama-v3": _LLAMA3_BPE,
-    "dbrx": Words(_split(_LLAMA3)),
-    "smaug-bpe": Words(_split(_LLAMA3)),
-    "tekken": Words(_split(_TEKKEN), ignores_merges=True, adds_bos=True),
-    "qwen2": Words(_split(_QWEN2), normalizer=normalizers.NFC()),
-    "deepseek-r1-qwen": Words(_split(_QWEN2)),
+    "dbrx": Words(split(_LLAMA3)),
+    "smaug-bpe": Words(split(_LLAMA3)),
+    "tekken": Words(split(_TEKKEN), ignores_merges=True, adds_bos=True),
+    "qwen2": Words(split(_QWEN2), normalizer=normalizers.NFC()),
+    "deepseek-r1-qwen": Words(split(_QWEN2)),
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,
     "refact": _SINGLE_DIGITS,
@@ -95,8 +96,13 @@ WORDS = {
 
 def read_tokenizer(path: Path) -> str:
     """As a tokenizer.json. Raises InvalidModel."""
-    tokens = Tokens(open_gguf(path))
-    rules = _checked_rules(tokens)
+    gguf = open_gguf(path)
+    tokens = Tokens(gguf.path, gguf.metadata)
+    return tokenizer_json(tokens, _checked_rules(tokens))
+
+
+def tokenizer_json(tokens: Tokens, rules: Words | None) -> str:
+    """rules: None for SentencePiece."""
     tokenizer = _sentence_piece(tokens) if rules is None else _byte_level(tokens, rules)
     # These are found in a text before anything else. In one call, as each makes their index anew.
     tokenizer.add_tokens(
@@ -111,7 +117,7 @@ def read_tokenizer(path: Path) -> str:
 
 def check_tokenizer(gguf: GgufFile, vocab_size: int) -> None:
     """Raises InvalidModel where it is of an unknown kind, or not this model's."""
-    tokens = Tokens(gguf)
+    tokens = Tokens(gguf.path, gguf.metadata)
     _checked_rules(tokens)
     if len(tokens.texts) > vocab_size:
         raise InvalidModel(
@@ -123,7 +129,7 @@ def check_tokenizer(gguf: GgufFile, vocab_size: int) -> None:
 
 def _checked_rules(tokens: Tokens) -> Words | None:
     """Returns how words are split; None for SentencePiece. Raises InvalidModel for others."""
-    path = tokens.gguf.path
+    path = tokens.path
     if not tokens.texts:
         raise InvalidModel(
             f"{path} has no tokenizer; convert the model again", brief="no tokenizer"
@@ -138,7 +144,7 @@ def _checked_rules(tokens: Tokens) -> Words | None:
             "model in safetensors",
             brief=f"the tokenizer {model!r:.40} is not supported",
         )
-    architecture = tokens.gguf.metadata.get("general.architecture")
+    architecture = tokens.metadata.get("general.architecture")
     if name in (None, "default") and architecture in ("qwen2", "qwen3"):
         name = "qwen2"  # files from before llama.cpp wrote it
     if name not in WORDS:

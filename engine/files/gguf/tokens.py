@@ -1,13 +1,14 @@
-"""The tokens in a GGUF file's metadata. Needs no library of tokenizers."""
+"""The tokens in a GGUF file's metadata, or in the same words. Needs no library of tokenizers."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import InvalidModel
-from penstock.engine.files.gguf.file import GgufFile
 
 PREFIX = "tokenizer.ggml."
 # Values of token_type. Unused ones fill up the vocabulary, and are in no tokenizer.json.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, _BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _HF_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # Which end an answer besides the one that the file names: its conversion kept one of several.
 # Source: llama.cpp's list of the same purpose.
@@ -23,8 +24,10 @@ _ENDS = frozenset(
 class Tokens:
     """texts, kinds: of each token, by its id."""
 
-    def __init__(self, gguf: GgufFile) -> None:
-        self.gguf = gguf
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        """path: for error messages."""
+        self.path = path
+        self.metadata = metadata
         self.texts: list[str] = self.values("tokens", str)
         kinds = self.values("token_type", int)
         self.kinds: list[int] = kinds or [NORMAL] * len(self.texts)
@@ -58,7 +61,7 @@ class Tokens:
         return list(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.gguf.metadata.get(PREFIX + key)
+        value = self.metadata.get(PREFIX + key)
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -73,6 +76,6 @@ class Tokens:
 
     def wrong(self, key: str, what: str) -> InvalidModel:
         return InvalidModel(
-            f"{self.gguf.path}: {PREFIX}{key} must be {what}; convert the model again",
+            f"{self.path}: {PREFIX}{key} must be {what}; convert the model again",
             brief=f"{PREFIX}{key} is damaged",
         )
