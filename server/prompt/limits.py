@@ -7,6 +7,7 @@ from typing import TypeVar
 from penstock.scheduler.errors import ContextTooLong, PenstockError, PromptTooLong
 from penstock.server.errors import CONTEXT_TOO_LONG, InvalidRequest
 from penstock.server.prompt.model import ServedModel
+from penstock.server.protocol.invalid_fields import listed
 from penstock.server.protocol.openai import GenerationFields, PromptFields
 
 Text = TypeVar("Text", str, list[int], str | list[int])
@@ -207,20 +208,21 @@ def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
         message = f"{param} is empty; the model needs at least one token to continue"
         raise InvalidRequest(message, param=param)
     if (highest := max(prompt)) >= vocab_size:
-        raise unknown_id(param, highest, vocab_size)
+        raise unknown_id(param, [highest], vocab_size)
 
 
 def check_fields(fields: GenerationFields, model: ServedModel) -> None:
     """Checks the fields against this model, as far as that needs no prompt."""
     for param in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for token_id in getattr(fields, param) or ():
-            if not 0 <= token_id < model.info.vocab_size:
-                raise unknown_id(param, token_id, model.info.vocab_size)
+        vocab_size = model.info.vocab_size
+        if unknown := [i for i in getattr(fields, param) or () if not 0 <= i < vocab_size]:
+            raise unknown_id(param, unknown, vocab_size)
 
 
-def unknown_id(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
+def unknown_id(param: str, token_ids: list[int], vocab_size: int) -> InvalidRequest:
     message = (
-        f"{param} has the token id {token_id}; this model's ids range from 0 to {vocab_size - 1}"
+        f"{param} has {listed('token id', token_ids)}; this model's ids range from 0 to "
+        f"{vocab_size - 1}"
     )
     return InvalidRequest(message, param=param)
 

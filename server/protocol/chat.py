@@ -13,6 +13,7 @@ from penstock.server.protocol.openai import (
     GenerationFields,
     ReasoningEffort,
     Wire,
+    num_top,
 )
 from penstock.server.protocol.tools import CalledFunction, ToolCall, ToolFields, call_for_template
 from penstock.server.tools.rules import AnswerRules
@@ -117,7 +118,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
@@ -161,7 +162,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
 
     @cached_property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (num_top(self.top_logprobs) or 0) if self.logprobs else None
 
     @cached_property
     def wanted_max_tokens(self) -> int | None:

@@ -27,6 +27,8 @@ EXPECTED = {
     "system": "must be a string or a list of text blocks",
 }
 
+_MOST_NAMED = 16
+
 
 def invalid_fields(
     error: ValidationError,
@@ -47,10 +49,10 @@ def invalid_fields(
     place = first["loc"]
     if place[:1] == ("logit_bias",):  # whose keys the path holds too
         place = place[:1]
-        if first["loc"][2:] == ("[key]",):
-            key = str(first["loc"][1])[:64]
-            message = f"logit_bias has the key {key!r}; its keys must be token ids"
-            return InvalidRequest(message, param="logit_bias", code=_code_of(first))
+        keys = [str(e["loc"][1])[:64] for e in errors if e["loc"][2:] == ("[key]",)]
+        if keys:
+            message = f"logit_bias has {listed('key', keys)}; its keys must be token ids"
+            return InvalidRequest(message, param="logit_bias", code="invalid_value")
     path = [part for part in place if isinstance(part, int) or part in names]
     if not path:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
@@ -63,6 +65,13 @@ def invalid_fields(
     is_branch = last_name in expected and first["type"].endswith("_type")
     says = expected[last_name] if is_branch else _as_predicate(first)
     return InvalidRequest(f"{param} {says}", param=param, code=code)
+
+
+def listed(noun: str, wrong: list[str] | list[int]) -> str:
+    """Names the values that are wrong, after their noun; some of them where they are many."""
+    noun = noun if len(wrong) == 1 else f"{noun}s"
+    more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+    return f"the {noun} {', '.join(map(repr, wrong[:_MOST_NAMED]))}{more}"
 
 
 # OpenAI's codes for what is wrong with a value, by pydantic's.
@@ -205,6 +214,8 @@ HINTS = {
     "enable_thinking": "put it in chat_template_kwargs",
     "function_call": "use /v1/chat/completions",
     "functions": "use /v1/chat/completions",
+    "kv_transfer_params": "leave it out: this server computes a prompt and its answer itself",
+    "logprob_token_ids": "use top_logprobs (of completions: logprobs), the 20 likeliest",
     "max_new_tokens": "use max_tokens",
     "min_new_tokens": "use min_tokens",
     "n_probs": "use logprobs",
@@ -212,6 +223,7 @@ HINTS = {
     "repeat_penalty": "use repetition_penalty",
     "return_prompt_text": "use return_token_ids and POST /detokenize",
     "thinking": "put enable_thinking in chat_template_kwargs",
+    "use_beam_search": "use best_of, which returns the likeliest of several samples",
 }
 
 # vLLM's, for plugins that this server does not have, and for templates of other models.

@@ -79,6 +79,11 @@ RequestName = Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
+def num_top(wanted: int | None) -> int | None:
+    """How many of the likeliest tokens a field asks for: -1 stands for the most, as in vLLM."""
+    return MAX_LOGPROBS if wanted == -1 else wanted
+
+
 class Wire(BaseModel):
     """Strict, as at OpenAI: "1" is not a number, 1 not a boolean, NaN and infinity not numbers."""
 
@@ -264,7 +269,7 @@ class GenerationFields(PromptFields):
     @cached_property
     def wanted_prompt_logprobs(self) -> int | None:
         """How many of the best tokens `prompt_logprobs` is to have."""
-        return MAX_LOGPROBS if self.prompt_logprobs == -1 else self.prompt_logprobs
+        return num_top(self.prompt_logprobs)
 
     @cached_property
     def num_prompt_logprobs(self) -> int | None:
@@ -345,7 +350,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[TokenId], Field(fail_fast=True)]
         | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)
     echo: bool | None = None
     max_tokens: int | None = Field(None, ge=0)  # 0: only what is reported of the prompt
     suffix: str | None = None
@@ -360,7 +365,7 @@ class CompletionRequest(GenerationFields):
 
     @cached_property
     def num_logprobs(self) -> int | None:
-        return self.logprobs
+        return num_top(self.logprobs)
 
     @cached_property
     def num_answers(self) -> int:
@@ -374,7 +379,7 @@ class CompletionRequest(GenerationFields):
     @cached_property
     def num_prompt_logprobs(self) -> int | None:
         if self.echoes_logprobs:
-            return max(self.logprobs or 0, self.wanted_prompt_logprobs or 0)
+            return max(self.num_logprobs or 0, self.wanted_prompt_logprobs or 0)
         return self.wanted_prompt_logprobs
 
     def _check(self) -> None:
