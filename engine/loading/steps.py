@@ -156,7 +156,9 @@ class DecoderLoading(Loading):
         most, from which the number of blocks follows."""
         model, stage = self.model, self.stage
         sizes = self.block_size, self.kv_type.itemsize
-        self.longest = resolve_max_model_len(self.config.max_model_len, model.max_model_len)
+        self.longest = resolve_max_model_len(
+            self.config.max_model_len, model.max_model_len, model.longest
+        )
         whole_layout = self.divided.kv_layout(self.longest)
         self.layout = stage.layout(whole_layout)
         self.pools = self.layout.pools(model.kv_shape, *sizes)
@@ -167,8 +169,9 @@ class DecoderLoading(Loading):
         config, layout = self.config, self.place.layout
         formats = (self.dtype, self.kv_type, config.load_format, config.quantization)
         divided = () if layout.size == 1 else (layout,)
+        lengthened = (self.longest,) * self.model.rotates_otherwise(self.longest)
         what = (self.model, formats, self.block_size, computed_by, self.layout, *divided)
-        return identity_of(self.directory, *what)
+        return identity_of(self.directory, *what, *lengthened)
 
     def least(self, size: PoolSize) -> PoolSize:
         """As many blocks as the rank has room for that has least."""

@@ -85,6 +85,16 @@ class ModelConfig:
         return max((attention.num_heads for attention in self.attentions), default=0)
 
     @property
+    def longest(self) -> int:
+        """What max_model_len can be raised to."""
+        ropes = (each.rope.longest for each in self.attentions if each.rope is not None)
+        return max(self.max_model_len, *ropes, 0)
+
+    def rotates_otherwise(self, max_model_len: int) -> bool:
+        """Whether keys have other bytes if sequences may be so long."""
+        return any(each.rope and each.rope.depends_on(max_model_len) for each in self.attentions)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(layer.window for layer in self.layers)
 

@@ -138,7 +138,7 @@ class Sizing:
     @property
     def longest(self) -> int:
         """The longest sequence, in tokens, that is asked for."""
-        return min(self.max_model_len or self.model.max_model_len, self.model.max_model_len)
+        return min(self.max_model_len or self.model.max_model_len, self.model.longest)
 
     @property
     def kv_tokens(self) -> int:

@@ -262,14 +262,16 @@ def _num_bytes(num_blocks: Sequence[int], pools: Sequence[GroupPool]) -> int:
     return sum(num * pool.block_bytes for num, pool in zip(num_blocks, pools, strict=True))
 
 
-def resolve_max_model_len(requested: int | None, limit: int) -> int:
-    """limit: the model's own, which is the default. Raises InvalidConfig for a larger request."""
+def resolve_max_model_len(requested: int | None, default: int, limit: int = 0) -> int:
+    """default: the model's own. limit: what it can be lengthened to, if it can. Raises
+    InvalidConfig for a larger request."""
+    limit = max(default, limit)
     if requested is not None and requested > limit:
         raise InvalidConfig(
             f"--max-model-len is {requested}, but this model's config.json allows at most "
             f"{limit} positions; lower it"
         )
-    return requested or limit
+    return requested or default
 
 
 def size_pool(

@@ -18,6 +18,7 @@ from penstock.engine.models.families.outline import (
     Family,
     Ropes,
     one_rope,
+    read_softcap,
     ropes_by_kind,
 )
 from penstock.engine.models.families.unsupported import unsupported_family
@@ -197,8 +198,11 @@ _GEMMA3_DEFAULTS = {
 
 def _gemma3(fields: Fields, design: Design) -> Design:
     scale = fields.number("query_pre_attn_scalar") ** -0.5
-    multiplier = math.sqrt(fields.count("hidden_size"))
-    return replace(design.with_attention(scale=scale), embedding_multiplier=multiplier)
+    return replace(
+        design.with_attention(scale=scale),
+        embedding_multiplier=math.sqrt(fields.count("hidden_size")),
+        logit_softcap=read_softcap(fields),
+    )
 
 
 def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
@@ -298,7 +302,11 @@ _GEMMA4 = Family(
 )
 # By model_type.
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM"),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        ropes=_partial_rope,
+        computes=frozenset({"partial_rotary_factor"}),
+    ),
     "mistral": Family(
         architecture="MistralForCausalLM",
         windows=all_or_none,

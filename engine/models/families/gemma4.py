@@ -18,6 +18,7 @@ from penstock.engine.models.families.outline import (
     Design,
     Ropes,
     check_heads,
+    read_softcap,
     ropes_by_kind,
 )
 from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, full_every
@@ -68,14 +69,13 @@ def read(fields: Fields, design: Design) -> Design:
             "to later ones, which is not supported; use a model with causal attention"
         )
     num_layers = fields.count("num_hidden_layers")
-    softcap = fields.get("final_logit_softcapping")
     return replace(
         design,
         by_layer=_by_layer(fields, num_layers),
         experts=_experts(fields),
         per_layer_inputs=_per_layer_inputs(fields, num_layers),
         embedding_multiplier=math.sqrt(fields.count("hidden_size")),
-        logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
+        logit_softcap=read_softcap(fields),
     )
 
 

@@ -78,6 +78,12 @@ def one_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
     return Ropes(rope=RopeSettings(fields).for_all_layers(head_dim))
 
 
+def read_softcap(fields: Fields) -> float | None:
+    """Returns Gemma's cap of logits; None without."""
+    is_given = fields.get("final_logit_softcapping")
+    return fields.number("final_logit_softcapping") if is_given else None
+
+
 def ropes_by_kind(
     fields: Fields,
     head_dim: int,

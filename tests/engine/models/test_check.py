@@ -173,9 +173,9 @@ def test_a_text_model_of_another_family_is_refused_with_the_model_around_it(
 
 def test_a_key_of_a_text_config_is_refused_as_one_of_any_other(tmp_path: Path) -> None:
     names = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    text = {"final_logit_softcapping": 30.0}
+    text = {"attn_logit_softcapping": 30.0}
     directory = model(tmp_path, "model.safetensors", **names, text_config=text)
-    assert "text_config has final_logit_softcapping: 30.0" in refusal(directory)
+    assert "text_config has attn_logit_softcapping: 30.0" in refusal(directory)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

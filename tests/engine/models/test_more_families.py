@@ -161,6 +161,68 @@ def test_beyond_the_length_it_was_trained_on_longrope_has_its_long_factors(tmp_p
     torch.testing.assert_close(made.run([(0, 0, 24)])[0], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize(("trained", "length"), [(32, 80), (96, 80)])
+def test_dynamic_rope_has_the_logits_of_transformers_at_its_longest_length(
+    tmp_path: Path, trained: int, length: int
+) -> None:
+    """Within the length that was trained on, at any."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    model = make_model("llama2", rope_parameters=rope, max_position_embeddings=trained)
+    path = save(model, tmp_path)
+    config = ModelConfig.from_dir(path)
+    assert (config.max_model_len, config.longest) == (trained, 4 * trained)
+    assert config.rotates_otherwise(length) is (trained < length)
+    prompts = torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(prompts).logits[0]
+    made = Harness(path, max_len=length)
+    made.token_table[:1, :length] = prompts
+    for start in range(0, length, 16):
+        found = made.run([(0, start, 16)])[0]
+        torch.testing.assert_close(found, expected[start : start + 16], atol=TOLERANCE, rtol=0)
+
+
+def test_a_llama_that_rotates_a_part_of_a_head_is_computed_as_phi_3_is(tmp_path: Path) -> None:
+    """transformers' own Llama ignores that key, and rotates all."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    model = make_model("phi4_mini", rope_parameters=rope)
+    path = save(model, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    heads = config["hidden_size"] // config["num_attention_heads"]
+    kv_size = heads * config["num_key_value_heads"]
+    split = {
+        "qkv_proj": (("q_proj", "k_proj", "v_proj"), [config["hidden_size"], kv_size, kv_size]),
+        "gate_up_proj": (("gate_proj", "up_proj"), config["intermediate_size"]),
+    }
+    for name in list(tensors):
+        for fused, (names, sizes) in split.items():
+            if f".{fused}." in name:
+                parts = torch.split(tensors.pop(name), sizes)
+                for each, part in zip(names, parts, strict=True):
+                    tensors[name.replace(fused, each)] = part.contiguous()
+    save_file(tensors, path / "model.safetensors")
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert_equal_logits(model, path)
+
+
+def test_gemma_3_with_capped_logits_has_those_of_transformers(tmp_path: Path) -> None:
+    model = make_model("gemma3", final_logit_softcapping=2.0)
+    assert_equal_logits(model, save(model, tmp_path))
+
+
+def assert_equal_logits(model: Any, path: Path) -> None:
+    prompts = torch.arange(3, 3 + 24)[None]
+    with torch.inference_mode():
+        expected = model(prompts).logits[0]
+    for native in (False, True) if HAS_COMPILER else (False,):
+        made = Harness(path, native=native)
+        made.token_table[:1, :24] = prompts
+        found = made.run([(0, 0, 24)])[0]
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("family", "is_wanted", "warnings"),
     [("gemma3_wrapped", False, 1), ("gemma3_wrapped", True, 0), ("gemma3", False, 0)],

@@ -106,7 +106,7 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"hidden_size": ...}, "lacks the field 'hidden_size'"),
         ({"num_hidden_layers": "many"}, "'num_hidden_layers' must be a positive integer"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' rope scaling; supported are"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "'ntk' rope scaling; supported are"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'short_factor' must be 8 positive"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters lacks the field 'factor'"),
         (
@@ -160,13 +160,9 @@ def test_a_file_that_is_not_safetensors_is_named(tiny: Path) -> None:
         ({"alibi": True}, "alibi: true"),
         ({"rope_interleaved": True}, "rope_interleaved: true"),
         ({"logit_scale": "big"}, 'logit_scale: "big"'),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor rotates 3 of a head's 16"),
         ({"use_qk_norm": True}, "use_qk_norm: true"),
         ({"no_rope_layers": [1, 1, 0]}, r"no_rope_layers: \[1, 1, 0\]"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "rotary positions with partial_rotary_factor: 0.5",
-        ),
         (
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
             "rotary positions with llama_4_scaling_beta: 0.1",

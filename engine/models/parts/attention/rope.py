@@ -41,7 +41,8 @@ class RopeConfig:
     high_freq_factor set. `yarn` uses a ramp over the dimensions instead (its ends are integers if
     truncate), and multiplies cosines and sines by attention_factor. `longrope` divides each
     frequency by its own of `divisors`, or of `long_divisors`, if there are any, where sequences may
-    be longer than original_max_positions. `proportional` rotates a share of the pairs of
+    be longer than original_max_positions. `dynamic` raises theta where sequences may be longer than
+    that, up to factor times. `proportional` rotates a share of the pairs of
     dimensions, the first ones, by the frequencies that they have where all are rotated.
     """
 
@@ -56,6 +57,16 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     share: float = 1.0
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that it is made for, where that is not max_position_embeddings."""
+        return int(self.original_max_positions * self.factor) if self.kind == "dynamic" else 0
+
+    def depends_on(self, max_model_len: int) -> bool:
+        """Whether it rotates otherwise if sequences may be so long."""
+        is_changing = self.kind == "dynamic" or bool(self.long_divisors)
+        return is_changing and max_model_len > self.original_max_positions
 
 
 class RopeSettings:
@@ -191,6 +202,16 @@ def _linear(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> R
     return RopeConfig(theta=theta, kind="linear", factor=scaling.number("factor"))
 
 
+def _dynamic(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
+    """Source: bloc97 and emozilla's NTK-aware scaling, as transformers has it."""
+    trained = fields.count("max_position_embeddings")
+    scaling.get("original_max_position_embeddings")
+    factor = scaling.number("factor")
+    if rotary_dim < 4 or not 1 <= factor * trained <= _MAX_POSITIONS:
+        raise scaling.wrong("factor", f"a number that gives 1 to {_MAX_POSITIONS:,} tokens", factor)
+    return RopeConfig(theta=theta, kind="dynamic", factor=factor, original_max_positions=trained)
+
+
 def _llama3(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if high <= low:
@@ -278,6 +299,7 @@ def _divisors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
 _KINDS = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

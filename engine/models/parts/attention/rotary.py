@@ -92,10 +92,15 @@ def rotary_table(
 
     Source of `llama3`: Llama 3.1's apply_scaling, as transformers has it. Of `longrope` there are
     two sets of divisors, and a sequence that grows from one to the other would need all its keys
-    again; so as vLLM does, the long ones are used as soon as a sequence may be longer.
+    again; so as vLLM does, the long ones are used as soon as a sequence may be longer. For the same
+    reason `dynamic` takes theta as it would be in the longest sequence.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    frequencies = 1.0 / rope.theta**exponents
+    theta, is_long = rope.theta, rope.depends_on(num_positions)
+    if rope.kind == "dynamic" and is_long:
+        growth = rope.factor * num_positions / rope.original_max_positions - (rope.factor - 1)
+        theta *= growth ** (rotary_dim / (rotary_dim - 2))
+    frequencies = 1.0 / theta**exponents
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
@@ -108,7 +113,6 @@ def rotary_table(
         kept = _yarn_kept(rope, rotary_dim)
         frequencies = kept * frequencies + (1 - kept) * frequencies / rope.factor
     elif rope.kind == "longrope":
-        is_long = rope.long_divisors and num_positions > rope.original_max_positions
         frequencies = frequencies / torch.tensor(rope.long_divisors if is_long else rope.divisors)
     elif rope.kind == "proportional":
         frequencies[int(rope.share * rotary_dim // 2) :] = 0
