@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.loadtest.bench.config import BenchConfig, bench_config, check_writable
-from penstock.loadtest.bench.expectation import check, check_summary, check_table
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, compare_parser, make_parser
+from penstock.loadtest.bench.forecast import check, check_summary, check_table
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
@@ -179,7 +179,7 @@ def _report(
     for line in notes:
         say(line)
     summary = settings | summarize(observed, config.report)
-    checked = check(config.expected, observed) if config.expected else []
+    checked = check(config.forecast, observed) if config.forecast else []
     if checked:
         summary |= check_summary(checked)
     document = summary | details(observed) if config.args.save_detailed else summary

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.loadtest.bench.expectation import Expectation, read_expectation
 from penstock.loadtest.bench.flags import (
     BACKENDS,
     CHAT,
@@ -18,6 +17,7 @@ from penstock.loadtest.bench.flags import (
     DEFAULT_PORT,
     SAMPLING,
 )
+from penstock.loadtest.bench.forecast import Forecast, read_forecast
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.sweep import SweepConfig
 from penstock.loadtest.command_line import require
@@ -39,7 +39,7 @@ _TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # a header's name: RFC 9110, 5.6.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """The settings of one run. sweep: None to measure one workload. count: --tokenizer's. target:
-    without its model, if the server has to name it. expected: the figures of the plan that --check
+    without its model, if the server has to name it. forecast: the figures of the plan that --check
     names."""
 
     args: argparse.Namespace
@@ -48,7 +48,7 @@ class BenchConfig:
     report: ReportConfig
     target: TargetConfig = field(default_factory=TargetConfig)
     sweep: SweepConfig | None = None
-    expected: Expectation | None = None
+    forecast: Forecast | None = None
 
 
 def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
@@ -66,7 +66,7 @@ def bench_config(args: argparse.Namespace, api_key: str | None) -> BenchConfig:
         request_timeout_s=args.request_timeout,
     )
     config = measured_config(args)
-    return replace(config, target=target, expected=_expectation(args, config.workload))
+    return replace(config, target=target, forecast=_forecast(args, config.workload))
 
 
 def measured_config(args: argparse.Namespace) -> BenchConfig:
@@ -83,14 +83,14 @@ def measured_config(args: argparse.Namespace) -> BenchConfig:
     return BenchConfig(args=args, count=count, workload=workload, report=report, sweep=sweep)
 
 
-def _expectation(args: argparse.Namespace, workload: WorkloadConfig) -> Expectation | None:
+def _forecast(args: argparse.Namespace, workload: WorkloadConfig) -> Forecast | None:
     """Raises InvalidConfig where the plan is of another load."""
     if args.check is None:
         return None
     if args.sweep or args.max_concurrency is not None:
         flag = "--sweep" if args.sweep else "--max-concurrency"
         raise InvalidConfig(f"--check cannot be combined with {flag}: a plan is of one load")
-    return read_expectation(args.check, workload)
+    return read_forecast(args.check, workload)
 
 
 def parse_pairs(flag: str, texts: list[str] | None) -> dict[str, str]:

@@ -50,7 +50,7 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
         "plan": _chosen(choice, plan.cost) if choice else None,
         "serve": refutation.serve if refutation else "",
         "bench": refutation.bench if refutation else "",
-        "expectation": asdict(refutation.expectation) if refutation else None,
+        "forecast": asdict(refutation.forecast) if refutation else None,
         "candidates": [
             _flags(each.candidate)
             | {"max_request_rate": each.limit, "probes": [asdict(point) for point in each.points]}
@@ -265,7 +265,7 @@ def _refutation(plan: CapacityPlan) -> list[str]:
     assert plan.refutation is not None
     figures = [
         [each.figure, f"{each.value:.2f}", f"{each.low:.2f} to {each.high:.2f}"]
-        for each in plan.refutation.expectation.figures
+        for each in plan.refutation.forecast.figures
     ]
     return [
         "One server with its share of the load must show these figures:",

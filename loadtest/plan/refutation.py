@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.loadtest.bench.expectation import (
+from penstock.loadtest.bench.forecast import (
     FIGURES,
     REPORT,
-    Expectation,
-    ExpectedFigure,
+    Forecast,
+    ForecastFigure,
     load_of,
 )
 from penstock.loadtest.command_line import BenchParser
@@ -32,9 +32,9 @@ DEMO_NAMES = ("penstock-demo", "demo_model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refutation:
-    """serve, bench: the commands of the measurement. expectation: the figures that it must find."""
+    """serve, bench: the commands of the measurement. forecast: the figures that it must find."""
 
-    expectation: Expectation
+    forecast: Forecast
     serve: str
     bench: str
 
@@ -52,7 +52,7 @@ def refutation(
     config = _check_config(task.workload, share, args.check_seconds, own_rate)
     count = tokenizer_counter(args.tokenizer)
     return Refutation(
-        expectation=_expectation(candidate, config, task.targets, count),
+        forecast=_forecast(candidate, config, task.targets, count),
         serve=serve_command(candidate, args, name),
         bench=_bench_command(parser, args, config, task.targets),
     )
@@ -70,9 +70,9 @@ def _check_config(
     return replace(config, num_prompts=num, request_rate=float(f"{rate:.4g}"))
 
 
-def _expectation(
+def _forecast(
     candidate: Candidate, config: WorkloadConfig, targets: Targets, count: TokenCounter
-) -> Expectation:
+) -> Forecast:
     """The bar of a figure is from the least to the most of simulations in which all steps are as
     much shorter or longer as the step model may be off, each with several draws of the spread of
     step times; and what the front end and the client may add: the shares of FIGURES."""
@@ -85,18 +85,18 @@ def _expectation(
         for seed in range(_NUM_DRAWS):
             plan = Plan(server=server, seed=seed)
             runs.append(summarize(simulate(plan, requests, factors=factors).observed, REPORT))
-    return Expectation(
+    return Forecast(
         load=load_of(config), targets_ms=targets.limits_ms, figures=list(_figures(runs))
     )
 
 
-def _figures(runs: Sequence[Summary]) -> Iterable[ExpectedFigure]:
+def _figures(runs: Sequence[Summary]) -> Iterable[ForecastFigure]:
     for figure, key, share in FIGURES:
         values = [run[key] for run in runs if run[key] is not None]
         if values:
             low, high = min(values) * (1 - share), max(values) * (1 + share)
             middle = sum(values[:_NUM_DRAWS]) / _NUM_DRAWS
-            yield ExpectedFigure(figure=figure, key=key, value=middle, low=low, high=high)
+            yield ForecastFigure(figure=figure, key=key, value=middle, low=low, high=high)
 
 
 def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> str:

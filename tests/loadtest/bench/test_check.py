@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.loadtest.bench.cli import main
-from penstock.loadtest.bench.expectation import Checked, Expectation, ExpectedFigure, load_of
+from penstock.loadtest.bench.forecast import Checked, Forecast, ForecastFigure, load_of
 from penstock.loadtest.workload.config import WorkloadConfig
 from tests.support.stub_server import answer_five, stub
 
@@ -16,14 +16,14 @@ LOAD = WorkloadConfig(seed=3, num_prompts=4, input_len=4, output_len=5, request_
 FLAGS = ["--num-prompts", "4", "--request-rate", "200", "--seed", "3", "--random-input-len", "4"]
 FLAGS += ["--random-output-len", "5", "--disable-tqdm"]
 # The stub answers within a second, and in no less than nothing.
-WIDE = ExpectedFigure(figure="TTFT p99, ms", key="p99_ttft_ms", value=5.0, low=0.0, high=60_000.0)
-WRONG = ExpectedFigure(figure="TPOT p99, ms", key="p99_tpot_ms", value=9e9, low=8e9, high=1e10)
+WIDE = ForecastFigure(figure="TTFT p99, ms", key="p99_ttft_ms", value=5.0, low=0.0, high=60_000.0)
+WRONG = ForecastFigure(figure="TPOT p99, ms", key="p99_tpot_ms", value=9e9, low=8e9, high=1e10)
 
 
-def plan_file(folder: Path, *figures: ExpectedFigure, load: WorkloadConfig = LOAD) -> Path:
+def plan_file(folder: Path, *figures: ForecastFigure, load: WorkloadConfig = LOAD) -> Path:
     path = folder / "plan.json"
-    made = Expectation(load=load_of(load), targets_ms={"ttft": 10.0}, figures=list(figures))
-    path.write_text(json.dumps({"format": 1, "expectation": asdict(made), "more": "ignored"}))
+    made = Forecast(load=load_of(load), targets_ms={"ttft": 10.0}, figures=list(figures))
+    path.write_text(json.dumps({"format": 1, "forecast": asdict(made), "more": "ignored"}))
     return path
 
 
@@ -89,7 +89,7 @@ def test_another_load_than_the_planned_one_is_refused_before_it_is_sent(
     [
         (None, "cannot be read: No such file or directory"),
         ("[]", "is not a file of penstock plan"),
-        ('{"expectation": null}', "found no plan"),
+        ('{"forecast": null}', "found no plan"),
     ],
 )
 def test_a_file_that_is_no_plan_is_one_sentence(

@@ -196,8 +196,8 @@ def test_the_command_that_a_plan_ends_with_is_of_the_load_that_it_expects(
     assert words[:2] == ["penstock", "bench"] and words[-2:] == ["--check", str(output)]
     # Raises where the load is another.
     config = bench_config(make_bench_parser().parse_args(words[2:]), None)
-    assert config.expected is not None
-    for each in config.expected.figures:
+    assert config.forecast is not None
+    for each in config.forecast.figures:
         assert each.low < each.value < each.high
     assert made["serve"] == "penstock serve tiny --max-num-seqs 8 --max-num-batched-tokens 64"
 
@@ -215,7 +215,7 @@ def test_what_a_plan_expects_is_what_a_simulation_of_its_command_finds(
     flags = ["--calibration", str(calibration), "--metric-percentiles", "50,99", "--json"]
     assert simulate([*words, *flags, "--disable-tqdm"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    for each in made["expectation"]["figures"]:
+    for each in made["forecast"]["figures"]:
         assert each["low"] <= result[each["key"]] <= each["high"]
 
 

@@ -1,4 +1,4 @@
-"""`Expectation`: what a plan says that a measurement will find, and the comparison of the two."""
+"""`Forecast`: what a plan says that a measurement will find, and the comparison of the two."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +26,7 @@ _NOT_COMPARED = ("max_model_len", "prompt_format", "vocab_size", "is_chat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedFigure:
+class ForecastFigure:
     """low, high: the error bar, ends included."""
 
     figure: str
@@ -37,24 +37,24 @@ class ExpectedFigure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
+class Forecast:
     """Figures of a server under a load. load: see `load_of`. targets_ms: of 99th percentiles."""
 
     load: dict[str, str]
     targets_ms: dict[str, float]
-    figures: list[ExpectedFigure]
+    figures: list[ForecastFigure]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanFile:
-    expectation: Expectation | None
+    forecast: Forecast | None
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
     """One figure. measured: None where no request has it."""
 
-    expected: ExpectedFigure
+    expected: ForecastFigure
     measured: float | None
 
     @property
@@ -73,10 +73,10 @@ def load_of(config: WorkloadConfig) -> dict[str, str]:
     }
 
 
-def read_expectation(path: Path, config: WorkloadConfig) -> Expectation:
+def read_forecast(path: Path, config: WorkloadConfig) -> Forecast:
     """Raises InvalidConfig, also where the load is another than the plan's."""
     try:
-        expected = msgspec.json.decode(path.read_bytes(), type=_PlanFile).expectation
+        expected = msgspec.json.decode(path.read_bytes(), type=_PlanFile).forecast
     except OSError as error:
         raise InvalidConfig(f"--check {path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
@@ -93,7 +93,7 @@ def read_expectation(path: Path, config: WorkloadConfig) -> Expectation:
     return expected
 
 
-def check(expected: Expectation, observed: Replay) -> list[Checked]:
+def check(expected: Forecast, observed: Replay) -> list[Checked]:
     summary = summarize(observed, REPORT)
     return [Checked(each, summary[each.key]) for each in expected.figures]
 
