@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.loadtest.bench.config import BenchConfig, bench_config, check_writable
 from penstock.loadtest.bench.flags import MAX_SERVER_COUNTS, compare_parser, make_parser
-from penstock.loadtest.bench.forecast import check, check_summary, check_table
+from penstock.loadtest.bench.forecast import UNTESTABLE, check, check_summary, check_table
 from penstock.loadtest.bench.http1 import HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import Model, TargetUnusable, wait_until_ready, warm_up
@@ -18,7 +18,7 @@ from penstock.loadtest.bench.replay import raise_open_file_limit, replay, run
 from penstock.loadtest.bench.results import say, settings_of, show, show_text, write, write_file
 from penstock.loadtest.bench.sweep import SweepConfig, caveats, sweep, sweep_summary, sweep_table
 from penstock.loadtest.bench.vllm_flags import refusal
-from penstock.loadtest.command_line import INTERRUPTED, exit_status
+from penstock.loadtest.command_line import FAILED, INTERRUPTED, exit_status
 from penstock.loadtest.report.comparison import compare, comparison_text, read_sides
 from penstock.loadtest.report.comparison_html import comparison_html
 from penstock.loadtest.report.figures import Measurement
@@ -39,8 +39,8 @@ from penstock.scheduler.errors import InvalidConfig
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 if all requests succeeded, 1 if one did not, 2 for wrong flags.
 
-    With --sweep, 0 if a rate met the SLO. With --check, 1 if the plan is refuted. `compare`: 2 for
-    files that cannot be compared.
+    With --sweep, 0 if a rate met the SLO. With --check, 1 if the plan is refuted, and 3 if its
+    error bars are too wide for that. `compare`: 2 for files that cannot be compared.
     """
     command = _compare if argv[:1] == ["compare"] else _run
     if argv[:1] in (["compare"], ["serve"]):  # as `vllm bench serve` is typed
@@ -179,18 +179,21 @@ def _report(
     for line in notes:
         say(line)
     summary = settings | summarize(observed, config.report)
-    checked = check(config.forecast, observed) if config.forecast else []
-    if checked:
-        summary |= check_summary(checked)
+    forecast = config.forecast
+    checked = check(forecast, observed) if forecast else []
+    if forecast:
+        summary |= check_summary(forecast, checked)
     document = summary | details(observed) if config.args.save_detailed else summary
     text = render(summary, config.report)
-    if checked:
-        text += f"\n{check_table(checked)}"
+    if forecast:
+        text += f"\n{check_table(forecast, checked)}"
     show(config.args, summary, text)
     write(config.args, document, Measurement(summary=summary, observed=observed), [], text, notes)
     if observed.is_interrupted:
         return INTERRUPTED
-    return 1 if summary["failed"] or summary.get("is_refuted") else 0
+    if summary["failed"] or summary.get("is_refuted"):
+        return FAILED
+    return 0 if summary.get("is_testable", True) else UNTESTABLE
 
 
 async def _sweep(

@@ -192,7 +192,7 @@ _SWEEP = {
 }
 _CHECK = {
     "--check FILE": "a plan of penstock plan: compare what it expects with what happened, and exit "
-    "with 1 where a figure is outside of its error bar",
+    "with 1 where a figure is outside of its error bar, with 3 where the bars are too wide to test",
 }
 _COMPARE = {
     "results FILE ...": "of --save-result, or of --append-result for repeated runs; commas join "

@@ -20,7 +20,17 @@ FIGURES = (
     ("TTFT p99, ms", "p99_ttft_ms", 0.15),
     ("TPOT p50, ms", "p50_tpot_ms", 0.05),
     ("TPOT p99, ms", "p99_tpot_ms", 0.05),
+    ("E2EL p99, ms", "p99_e2el_ms", 0.15),
 )
+# A bar whose ends are further apart holds a server twice as fast as the forecast and one half as
+# fast. If the target is in it too, neither a surprise nor a missed target is outside of it.
+MAX_BAR_RATIO = 4.0
+TOO_WIDE = (
+    f"such an error bar holds its target, and its ends are more than {MAX_BAR_RATIO:g} times "
+    "apart, as a server twice as fast as the forecast is from one half as fast"
+)
+# The exit status where no measurement could refute: neither 0 nor 1 would be true.
+UNTESTABLE = 3
 # A model's limits or a client's choice of format change these; a plan does not depend on them.
 _NOT_COMPARED = ("max_model_len", "prompt_format", "vocab_size", "is_chat")
 
@@ -35,6 +45,9 @@ class ForecastFigure:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.figure.partition(',')[0]} {self.low:.2f} to {self.high:.2f}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -43,6 +56,34 @@ class Forecast:
     load: dict[str, str]
     targets_ms: dict[str, float]
     figures: list[ForecastFigure]
+
+    @property
+    def aimed_at(self) -> list[tuple[ForecastFigure, float]]:
+        """The figures that have a target, with it. A target without a figure has no requests."""
+        limits = {f"p99_{metric}_ms": limit for metric, limit in self.targets_ms.items()}
+        return [(each, limits[each.key]) for each in self.figures if each.key in limits]
+
+    @property
+    def meets_targets(self) -> bool:
+        return all(each.value <= limit for each, limit in self.aimed_at)
+
+    @property
+    def undecided(self) -> list[ForecastFigure]:
+        """Those whose bar goes beyond the target; only they depend on a measurement."""
+        return [each for each, limit in self.aimed_at if each.high > limit]
+
+    @property
+    def too_wide(self) -> list[ForecastFigure]:
+        """The undecided ones whose bar tests nothing."""
+        return [each for each in self.undecided if each.high > MAX_BAR_RATIO * each.low]
+
+    @property
+    def is_testable(self) -> bool:
+        """Whether a measurement could refute it where it is undecided."""
+        return not self.undecided or len(self.too_wide) < len(self.undecided)
+
+    def value(self, key: str) -> float | None:
+        return next((each.value for each in self.figures if each.key == key), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,35 +134,40 @@ def read_forecast(path: Path, config: WorkloadConfig) -> Forecast:
     return expected
 
 
-def check(expected: Forecast, observed: Replay) -> list[Checked]:
+def check(forecast: Forecast, observed: Replay) -> list[Checked]:
     summary = summarize(observed, REPORT)
-    return [Checked(each, summary[each.key]) for each in expected.figures]
+    return [Checked(each, summary[each.key]) for each in forecast.figures]
 
 
-def check_table(checked: list[Checked]) -> str:
+def check_table(forecast: Forecast, checked: list[Checked]) -> str:
     """A row for each figure, and the conclusion in a sentence."""
     lines = [f"{' Check of the plan ':=^72}"]
-    lines.append(f"{'figure':<18}{'planned':>10}  {'error bar':<22}{'measured':>10}  within")
+    lines.append(f"{'figure':<18}{'forecast':>10}  {'error bar':<22}{'measured':>10}  within")
     for each in checked:
         expected = each.expected
         bar = f"{expected.low:.2f} to {expected.high:.2f}"
         measured = "-" if each.measured is None else f"{each.measured:.2f}"
+        within = "yes" if expected not in forecast.too_wide else "yes, too wide"
         lines.append(
             f"{expected.figure:<18}{expected.value:>10.2f}  {bar:<22}{measured:>10}  "
-            f"{'yes' if each.is_within else 'NO'}"
+            f"{within if each.is_within else 'NO'}"
         )
     num, num_outside = len(checked), sum(not each.is_within for each in checked)
-    conclusion = f"not refuted: all {num} figures are within their error bars"
     if num_outside:
         conclusion = f"refuted: {num_outside} of {num} figures are outside of their error bars"
+    elif not forecast.is_testable:
+        conclusion = f"not tested: the error bars that hold a target are too wide: {TOO_WIDE}"
+    else:
+        conclusion = f"not refuted: all {num} figures are within their error bars"
     return "\n".join([*lines, "=" * 72, conclusion])
 
 
-def check_summary(checked: list[Checked]) -> Summary:
+def check_summary(forecast: Forecast, checked: list[Checked]) -> Summary:
     """The keys that a check adds to a result."""
     rows: list[dict[str, Any]] = [
         msgspec.to_builtins(each.expected)
         | {"measured": each.measured, "is_within": each.is_within}
         for each in checked
     ]
-    return {"check": rows, "is_refuted": not all(each.is_within for each in checked)}
+    is_refuted = not all(each.is_within for each in checked)
+    return {"check": rows, "is_refuted": is_refuted, "is_testable": forecast.is_testable}

@@ -1,9 +1,10 @@
 """Which candidate carries the load at the least cost, with how many replicas."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from penstock.loadtest.bench.forecast import Forecast
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.probe import Point, Targets, probe
 from penstock.loadtest.plan.search import Load, Searched
@@ -11,8 +12,10 @@ from penstock.loadtest.plan.search import Load, Searched
 # The plan is simulated whole, behind a router; more replicas are, for a shorter time.
 _MAX_WHOLE = 8
 _LEAST_S = 30.0
-# Replicas that are added where a router does worse than the arithmetic.
+# Replicas that are added where a router does worse than the arithmetic, or a rate that is lowered
+# so often, by so much, where the forecast of the highest one misses the targets.
 _MAX_MORE = 3
+_LOWER = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +43,16 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """point: all replicas under the whole load, simulated."""
+    """point: all replicas under the whole load, simulated. forecast: of one server with its share
+    of it, the only forecast that a plan has."""
 
     sized: Sized
     point: Point
+    forecast: Forecast
+
+    @property
+    def meets_targets(self) -> bool:
+        return self.point.is_met and self.forecast.meets_targets
 
 
 def sized(searched: Iterable[Searched], rate: float | None) -> list[Sized]:
@@ -78,15 +87,28 @@ def _price_of_all(each: Sized) -> tuple[float, ...]:
     )
 
 
-def choose(best: Sized, load: Load, targets: Targets, rate: float) -> Choice:
-    """Simulates the whole, behind a router, with more replicas while the targets are missed."""
-    for num in range(best.num_replicas, best.num_replicas + _MAX_MORE + 1):
+def choose(
+    best: Sized,
+    load: Load,
+    targets: Targets,
+    rate: float | None,
+    forecast_at: Callable[[Candidate, float], Forecast],
+) -> Choice:
+    """Simulates the whole, behind a router, with more replicas while the targets are missed;
+    without a rate, one replica at a rate that falls. forecast_at: of one server at a rate."""
+    for more in range(_MAX_MORE + 1):
+        if rate is None:
+            tried = replace(best, limit=best.limit * _LOWER**more)
+        else:
+            tried = replace(best, num_replicas=best.num_replicas + more)
+        num, tried_rate = tried.num_replicas, tried.limit if rate is None else rate
         seconds = max(min(_LEAST_S, load.seconds), load.seconds * min(1.0, _MAX_WHOLE / num))
-        requests = load.at(rate, seconds)
-        point = probe(best.candidate, requests, rate, targets, num_replicas=num)
-        if point.is_met:
+        requests = load.at(tried_rate, seconds)
+        point = probe(best.candidate, requests, tried_rate, targets, num_replicas=num)
+        choice = Choice(tried, point, forecast_at(best.candidate, tried_rate / num))
+        if choice.meets_targets:
             break
-    return Choice(replace(best, num_replicas=num), point)
+    return choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

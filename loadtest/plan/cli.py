@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -15,9 +16,17 @@ import msgspec
 from penstock.engine.config import Quantization
 from penstock.loadtest.bench.config import check_writable, report_config, workload_config
 from penstock.loadtest.bench.flags import add_groups
+from penstock.loadtest.bench.forecast import UNTESTABLE
 from penstock.loadtest.bench.results import show_text, write_file
 from penstock.loadtest.calibrate.engine_flags import add_engine_flags
-from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
+from penstock.loadtest.command_line import (
+    FAILED,
+    BenchParser,
+    add_flags,
+    exit_status,
+    printer,
+    require,
+)
 from penstock.loadtest.plan.candidates import (
     NO_QUANTIZATION,
     Candidates,
@@ -27,7 +36,7 @@ from penstock.loadtest.plan.choice import Choice, Sized, choose, front, sized
 from penstock.loadtest.plan.document import CapacityPlan, as_csv, document, render_plan
 from penstock.loadtest.plan.page import plan_page
 from penstock.loadtest.plan.probe import Targets
-from penstock.loadtest.plan.refutation import refutation
+from penstock.loadtest.plan.refutation import forecast_at, refutation
 from penstock.loadtest.plan.search import Load, Searched, Task, search_all
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -40,7 +49,10 @@ refute it.
 
   penstock plan configs/models/Llama-3.1-8B --device H200 --price-per-gpu-hour 3.5 \\
     --request-rate 60 --goodput ttft:2000 tpot:50 --report plan.html
-  penstock plan --calibration here.json --goodput ttft:200 tpot:20 --max-num-seqs 16 64"""
+  penstock plan --calibration here.json --goodput ttft:200 tpot:20 --max-num-seqs 16 64
+
+Exit status: 0 for a plan that meets the targets, 1 where none does, 2 for wrong
+flags, 3 for a plan whose error bars are so wide that nothing could refute it."""
 
 _NOTABLE_UNCHECKED = 0.05
 # A note on a plan from a datasheet; a calibration has the stages that were measured.
@@ -115,7 +127,8 @@ _RESULT = {
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0, or 1 where no candidate meets the targets, or 2 for flags."""
+    """Returns the exit status: 0, or 1 where no candidate meets the targets, 2 for flags, 3 where
+    no measurement could refute the plan."""
     return exit_status(lambda: _plan(argv), "penstock plan: error")
 
 
@@ -144,7 +157,9 @@ def _plan(argv: list[str]) -> int:
     for line in plan.notes[len(first_notes) :]:
         say(line)
     _write(args, plan, text)
-    return 0 if plan.choice and plan.choice.point.is_met else 1
+    if plan.choice is None or not plan.choice.meets_targets:
+        return FAILED
+    return 0 if plan.choice.forecast.is_testable else UNTESTABLE
 
 
 def _capacity_plan(
@@ -163,7 +178,8 @@ def _capacity_plan(
     if args.calibration is None:
         notes.append(NO_STAGES)
     if ranked:
-        choice = choose(ranked[0], load, task.targets, ranked[0].limit if rate is None else rate)
+        forecasts = partial(forecast_at, task=task, seconds=args.check_seconds, own_rate=own_rate)
+        choice = choose(ranked[0], load, task.targets, rate, forecasts)
         check = refutation(parser, args, candidates.name, choice, task, own_rate)
         notes += _notes(args, ranked, choice)
     return CapacityPlan(
@@ -227,6 +243,11 @@ def _notes(args: argparse.Namespace, ranked: list[Sized], choice: Choice) -> lis
         notes.append(
             f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate "
             "with a load like this one"
+        )
+    if choice.sized.limit != best.limit:
+        notes.append(
+            f"the rate is {choice.sized.limit:.2f} requests/s: the forecast of the highest one of "
+            f"the search, {best.limit:.2f}, misses the targets"
         )
     if choice.sized.num_replicas != best.num_replicas:
         notes.append(

@@ -5,6 +5,7 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.loadtest.bench.forecast import TOO_WIDE, Forecast
 from penstock.loadtest.plan.candidates import Candidate
 from penstock.loadtest.plan.choice import Choice, Cost, Sized, cost_of
 from penstock.loadtest.plan.probe import Point, Targets
@@ -13,6 +14,8 @@ from penstock.loadtest.plan.search import Searched
 from penstock.loadtest.report.comparison import aligned
 
 FORMAT = 1
+# Of a point; a plan has those of its forecast, and no others.
+_LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ def document(plan: CapacityPlan) -> dict[str, Any]:
         "plan": _chosen(choice, plan.cost) if choice else None,
         "serve": refutation.serve if refutation else "",
         "bench": refutation.bench if refutation else "",
-        "forecast": asdict(refutation.forecast) if refutation else None,
+        "forecast": asdict(choice.forecast) if choice else None,
         "candidates": [
             _flags(each.candidate)
             | {"max_request_rate": each.limit, "probes": [asdict(point) for point in each.points]}
@@ -69,9 +72,12 @@ def _chosen(choice: Choice, cost: Cost | None) -> dict[str, Any]:
         "num_replicas": sized.num_replicas,
         "num_devices": sized.num_devices,
         "price_per_hour": sized.price,
-        "is_confirmed": choice.point.is_met,
+        "is_confirmed": choice.meets_targets,
+        "is_testable": choice.forecast.is_testable,
         "max_request_rate_per_replica": sized.limit,
-        "figures": asdict(choice.point),
+        "figures": {
+            key: value for key, value in asdict(choice.point).items() if key not in _LATENCIES
+        },
         "cost_per_million_tokens": asdict(cost) if cost else None,
     }
 
@@ -138,17 +144,32 @@ _SPEEDS = ("tok/s each", "TTFT p99", "TPOT p99")
 
 def render_plan(plan: CapacityPlan) -> str:
     parts = [_title("Plan"), *_headline(plan)]
+    if warning := untestable(plan):
+        parts[1:1] = [*warning, ""]
     if plan.ranked:
         parts += ["", _title("Candidates, the best first", "-"), *_candidates(plan)]
     if plan.front:
         parts += ["", _title("Throughput against speed: what no other beats", "-"), *_front(plan)]
-    if plan.refutation:
-        parts += ["", _title("What would refute it", "-"), *_refutation(plan)]
+    if plan.choice and plan.refutation:
+        title = "Forecast of one server with its share of the load, and what would refute it"
+        parts += ["", _title(title, "-"), *_forecast(plan.choice.forecast, plan.refutation)]
     return "\n".join([*parts, "=" * _WIDTH])
 
 
 def _title(text: str, fill: str = "=") -> str:
     return f"{f' {text} ':{fill}^{_WIDTH}}"
+
+
+def untestable(plan: CapacityPlan) -> list[str]:
+    """Names what no measurement could refute, before all else that a plan says."""
+    if plan.choice is None or not (wide := plan.choice.forecast.too_wide):
+        return []
+    what = "this plan" if not plan.choice.forecast.is_testable else f"{len(wide)} of its targets"
+    return [
+        f"No measurement could refute {what}: {', '.join(f'{each} ms' for each in wide)}.",
+        f"{TOO_WIDE[0].upper()}{TOO_WIDE[1:]}.",
+        "Calibrate again with nothing else running, or plan for a lower --request-rate.",
+    ]
 
 
 def targets_text(plan: CapacityPlan) -> str:
@@ -178,7 +199,7 @@ def _headline(plan: CapacityPlan) -> list[str]:
         ("Weights:", candidate.quantization or f"as they are ({candidate.server.info.dtype})"),
         ("--max-num-seqs:", str(seqs)),
         ("--max-num-batched-tokens:", str(tokens)),
-        ("Meets the targets, simulated whole:", "yes" if point.is_met else "NO"),
+        ("Meets the targets:", _verdict(plan.choice)),
         ("Steps may be longer or shorter by:", f"{step_time_bias(candidate):.0%}"),
         ("Highest rate of one replica:", f"{sized.limit:.2f} requests/s"),
     ]
@@ -192,10 +213,27 @@ def _headline(plan: CapacityPlan) -> list[str]:
             ("Output tokens/s per device:", f"{point.device_tokens_per_s:,.0f}"),
             ("Tokens/s per user:", _number(point.user_tokens_per_s, 1)),
             ("Goodput:", f"{_number(point.goodput)} requests/s"),
-            ("TTFT p50, p99 (ms):", f"{_number(point.ttft_p50_ms)}, {_number(point.ttft_p99_ms)}"),
-            ("TPOT p50, p99 (ms):", f"{_number(point.tpot_p50_ms)}, {_number(point.tpot_p99_ms)}"),
         ]
-    return _labelled(rows)
+    return _labelled([*rows, *_latencies(plan.choice.forecast)])
+
+
+def _latencies(forecast: Forecast) -> list[tuple[str, str]]:
+    return [
+        (
+            f"Forecast {name} p50, p99 (ms):",
+            ", ".join(_number(forecast.value(f"{p}_{name.lower()}_ms")) for p in ("p50", "p99")),
+        )
+        for name in ("TTFT", "TPOT")
+    ]
+
+
+def _verdict(choice: Choice) -> str:
+    if not choice.meets_targets:
+        return "NO"
+    undecided = [each.figure.partition(",")[0] for each in choice.forecast.undecided]
+    if not undecided:
+        return "yes, with the whole error bar of the forecast"
+    return f"yes by the forecast, but not with the whole error bar of {' and '.join(undecided)}"
 
 
 def _labelled(rows: list[tuple[str, str]]) -> list[str]:
@@ -229,7 +267,8 @@ def _candidates(plan: CapacityPlan) -> list[str]:
     if num_unable:
         lines.append(f"{num_unable} more meet the targets at no rate")
     lines.append(
-        "each row: one replica at the highest rate that meets the targets; tok/s each: of a device"
+        "each row: one probe of a replica at the highest rate that meets the targets, not the "
+        "forecast; tok/s each: of a device"
     )
     return lines
 
@@ -261,18 +300,22 @@ def _is_name(column: int) -> bool:
     return column < 2
 
 
-def _refutation(plan: CapacityPlan) -> list[str]:
-    assert plan.refutation is not None
+def _forecast(forecast: Forecast, refutation: Refutation) -> list[str]:
+    targets = {each.key: f"{limit:g}" for each, limit in forecast.aimed_at}
     figures = [
-        [each.figure, f"{each.value:.2f}", f"{each.low:.2f} to {each.high:.2f}"]
-        for each in plan.refutation.forecast.figures
+        [
+            each.figure,
+            f"{each.value:.2f}",
+            f"{each.low:.2f} to {each.high:.2f}",
+            targets.get(each.key, ""),
+        ]
+        for each in forecast.figures
     ]
     return [
-        "One server with its share of the load must show these figures:",
-        *aligned([["figure", "expected", "error bar"], *figures]),
+        *aligned([["figure", "forecast", "error bar", "target"], *figures]),
         "",
-        f"  {plan.refutation.serve}",
-        f"  {plan.refutation.bench}",
+        f"  {refutation.serve}",
+        f"  {refutation.bench}",
     ]
 
 

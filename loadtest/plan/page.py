@@ -2,7 +2,7 @@
 
 from html import escape
 
-from penstock.loadtest.plan.document import CapacityPlan, load_text, targets_text
+from penstock.loadtest.plan.document import CapacityPlan, load_text, targets_text, untestable
 from penstock.loadtest.report.figures import Lines, Series
 from penstock.loadtest.report.html import card, figures_html, page, paragraphs
 from penstock.loadtest.report.report import readable_date
@@ -12,10 +12,11 @@ from penstock.loadtest.report.svg import NUM_COLOURS
 def plan_page(plan: CapacityPlan, text: str) -> str:
     """text: the terminal's output, which the page repeats."""
     cards = "".join(card(value, label) for label, value in _cards(plan))
+    notes = [*untestable(plan), *plan.notes]
     return page(
         f"{plan.name}: plan of {readable_date(plan.date)}",
         f"<p>{escape(load_text(plan))}; {escape(targets_text(plan))}; by penstock plan "
-        f'{escape(plan.version)}</p>{paragraphs(plan.notes)}<div class="cards">{cards}</div>'
+        f'{escape(plan.version)}</p>{paragraphs(notes)}<div class="cards">{cards}</div>'
         f"{figures_html(figures(plan))}<h2>Terminal output</h2><pre>{escape(text)}</pre>",
     )
 
@@ -24,6 +25,7 @@ def _cards(plan: CapacityPlan) -> list[tuple[str, str]]:
     if plan.choice is None:
         return [("candidates that meet the targets", "0")]
     sized, point, cost = plan.choice.sized, plan.choice.point, plan.cost
+    forecast = plan.choice.forecast
     tensor_size, num_stages = sized.candidate.ranks
     cards = [
         (sized.candidate.device, f"{sized.num_devices} x"),
@@ -36,8 +38,8 @@ def _cards(plan: CapacityPlan) -> list[tuple[str, str]]:
         ("output tokens/s per device", point.device_tokens_per_s, 0),
         ("tokens/s per user", point.user_tokens_per_s, 1),
         ("good requests/s", point.goodput, 2),
-        ("TTFT p99, ms", point.ttft_p99_ms, 0),
-        ("TPOT p99, ms", point.tpot_p99_ms, 1),
+        ("forecast TTFT p99, ms", forecast.value("p99_ttft_ms"), 0),
+        ("forecast TPOT p99, ms", forecast.value("p99_tpot_ms"), 1),
     ):
         if value:
             cards.append((label, f"{value:,.{digits}f}"))

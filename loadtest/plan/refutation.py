@@ -1,4 +1,4 @@
-"""`Refutation`: a load for one server, the figures that it must show, and the commands."""
+"""The forecast of one server with its share of the load, and the commands that would refute it."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ from penstock.loadtest.plan.search import MIN_REQUESTS, Task
 from penstock.loadtest.report.report import Summary, summarize
 from penstock.loadtest.simulate.simulation import Plan, as_ids, simulate, step_factors
 from penstock.loadtest.workload.config import WorkloadConfig
-from penstock.loadtest.workload.token_counter import TokenCounter, tokenizer_counter
+from penstock.loadtest.workload.token_counter import tokenizer_counter
 from penstock.loadtest.workload.workload import make_requests
 
 # Draws of the spread of step times: a measurement is one draw of many.
@@ -32,9 +32,8 @@ DEMO_NAMES = ("penstock-demo", "demo_model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refutation:
-    """serve, bench: the commands of the measurement. forecast: the figures that it must find."""
+    """The commands of the measurement that must find what the plan's forecast says."""
 
-    forecast: Forecast
     serve: str
     bench: str
 
@@ -48,12 +47,10 @@ def refutation(
     own_rate: float,
 ) -> Refutation:
     """name: the model's. own_rate: the mean rate of a trace's own arrivals."""
-    candidate, share = choice.sized.candidate, choice.point.rate / choice.sized.num_replicas
+    share = choice.point.rate / choice.sized.num_replicas
     config = _check_config(task.workload, share, args.check_seconds, own_rate)
-    count = tokenizer_counter(args.tokenizer)
     return Refutation(
-        forecast=_forecast(candidate, config, task.targets, count),
-        serve=serve_command(candidate, args, name),
+        serve=serve_command(choice.sized.candidate, args, name),
         bench=_bench_command(parser, args, config, task.targets),
     )
 
@@ -70,28 +67,33 @@ def _check_config(
     return replace(config, num_prompts=num, request_rate=float(f"{rate:.4g}"))
 
 
-def _forecast(
-    candidate: Candidate, config: WorkloadConfig, targets: Targets, count: TokenCounter
+def forecast_at(
+    candidate: Candidate, rate: float, *, task: Task, seconds: float, own_rate: float
 ) -> Forecast:
-    """The bar of a figure is from the least to the most of simulations in which all steps are as
-    much shorter or longer as the step model may be off, each with several draws of the spread of
-    step times; and what the front end and the client may add: the shares of FIGURES."""
-    server = candidate.server
+    """Forecasts a measurement of so many seconds of one server at that rate.
+
+    The bar of a figure is from the least to the most of simulations in which all steps are as much
+    shorter or longer as the step model may be off, each with several draws of the spread of step
+    times; and what the front end and the client may add: the shares of FIGURES.
+    """
+    server, config = candidate.server, _check_config(task.workload, rate, seconds, own_rate)
     limited = replace(config, max_model_len=server.info.max_model_len)
-    requests = as_ids(make_requests(limited, count), limited)
+    requests = as_ids(make_requests(limited, tokenizer_counter(task.tokenizer)), limited)
     runs: list[Summary] = []
     for sign in (0, -1, 1):
         factors = step_factors(server, sign)
         for seed in range(_NUM_DRAWS):
             plan = Plan(server=server, seed=seed)
             runs.append(summarize(simulate(plan, requests, factors=factors).observed, REPORT))
-    return Forecast(
-        load=load_of(config), targets_ms=targets.limits_ms, figures=list(_figures(runs))
-    )
+    targets_ms = task.targets.limits_ms
+    figures = list(_figures(runs, has_e2el="e2el" in targets_ms))
+    return Forecast(load=load_of(config), targets_ms=targets_ms, figures=figures)
 
 
-def _figures(runs: Sequence[Summary]) -> Iterable[ForecastFigure]:
+def _figures(runs: Sequence[Summary], *, has_e2el: bool) -> Iterable[ForecastFigure]:
     for figure, key, share in FIGURES:
+        if key == "p99_e2el_ms" and not has_e2el:
+            continue
         values = [run[key] for run in runs if run[key] is not None]
         if values:
             low, high = min(values) * (1 - share), max(values) * (1 + share)

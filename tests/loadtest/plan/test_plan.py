@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 
 from penstock.loadtest.bench.config import bench_config
 from penstock.loadtest.bench.flags import make_parser as make_bench_parser
+from penstock.loadtest.bench.forecast import Forecast, ForecastFigure
 from penstock.loadtest.calibrate.calibration import Calibration, FrontEnd
-from penstock.loadtest.plan.candidates import make_candidates
-from penstock.loadtest.plan.choice import cost_of, front, sized
+from penstock.loadtest.plan.candidates import Candidate, make_candidates
+from penstock.loadtest.plan.choice import choose, cost_of, front, sized
 from penstock.loadtest.plan.cli import main, make_parser
 from penstock.loadtest.plan.probe import Point, Targets, probe
 from penstock.loadtest.plan.refutation import serve_command
@@ -167,7 +169,7 @@ def test_a_plan_is_a_table_json_csv_and_a_page(
     assert main([*FLAGS, *flags]) == 0
     shown = capsys.readouterr()
     for words in ("Cost per million output tokens:", "Candidates, the best first",
-                  "Throughput against speed", "What would refute it",
+                  "Throughput against speed", "what would refute it",
                   "penstock bench --num-prompts"):  # fmt: skip
         assert words in shown.out
     assert "2 of 2: " in shown.err and "us a step" in shown.err
@@ -217,6 +219,75 @@ def test_what_a_plan_expects_is_what_a_simulation_of_its_command_finds(
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     for each in made["forecast"]["figures"]:
         assert each["low"] <= result[each["key"]] <= each["high"]
+
+
+def test_the_verdict_and_the_refutation_are_of_one_forecast(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.json"
+    assert main([*FLAGS, "--calibration", str(calibration), "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    made = json.loads(output.read_text())
+    by_key = {each["key"]: each for each in made["forecast"]["figures"]}
+    for name in ("TTFT", "TPOT"):
+        values = [by_key[f"{p}_{name.lower()}_ms"]["value"] for p in ("p50", "p99")]
+        assert f"Forecast {name} p50, p99 (ms):        {values[0]:,.2f}, {values[1]:,.2f}" in shown
+        assert values[1] <= made["targets_p99_ms"][name.lower()]
+    assert not any(key.endswith("_ms") for key in made["plan"]["figures"])
+    assert made["plan"]["is_confirmed"] and made["plan"]["is_testable"]
+    assert "Meets the targets:                  yes" in shown
+
+
+def test_a_calibration_too_poor_to_test_anything_says_so_first_and_has_a_status_of_its_own(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = Calibration.read(calibration)
+    errors = {kind: replace(error, bias=0.8) for kind, error in read.step_model.errors.items()}
+    replace(read, step_model=replace(read.step_model, errors=errors)).write(calibration)
+    output = tmp_path / "plan.json"
+    flags = [*FLAGS, "--calibration", str(calibration), "--output", str(output)]
+    assert main(flags) == 3
+    title, first, *_ = capsys.readouterr().out.splitlines()
+    assert " Plan " in title and first.startswith(
+        "No measurement could refute this plan: TTFT p99 "
+    )
+    plan = json.loads(output.read_text())["plan"]
+    assert plan["is_confirmed"] and not plan["is_testable"]
+
+
+def forecasts_of(p99_ms: Callable[[float], float]) -> Callable[..., Forecast]:
+    """Forecasts a TTFT that follows from the rate."""
+
+    def forecast_at(candidate: Candidate, rate: float) -> Forecast:
+        ttft = ForecastFigure(
+            figure="TTFT p99, ms", key="p99_ttft_ms", value=p99_ms(rate), low=0.0, high=1e3
+        )
+        return Forecast(load={}, targets_ms={"ttft": 100.0}, figures=[ttft])
+
+    return forecast_at
+
+
+def test_a_rate_whose_forecast_misses_the_targets_is_not_planned() -> None:
+    config = WorkloadConfig(seed=1, input_len=20, output_len=5)
+    load, targets = Load(config, 1.0), Targets({"ttft": 1e6})
+    (best,) = sized([replace(searched(10.0), candidate=candidate_of(known_server()))], None)
+    lower = choose(best, load, targets, None, forecasts_of(lambda rate: 10.2 * rate))
+    assert lower.meets_targets and lower.point.rate == lower.sized.limit == pytest.approx(9.5)
+    more = choose(best, load, targets, 10.0, forecasts_of(lambda rate: 15.0 * rate))
+    assert more.meets_targets and (more.sized.num_replicas, more.point.rate) == (2, 10.0)
+    none = choose(best, load, targets, None, forecasts_of(lambda rate: 1e3))
+    assert none.point.is_met and not none.meets_targets
+
+
+def test_a_target_of_the_whole_latency_has_a_forecast_too(
+    calibration: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.json"
+    flags = [*FLAGS, "--calibration", str(calibration), "--output", str(output)]
+    assert main([*flags, "--goodput", "e2el:300"]) == 0
+    made = json.loads(output.read_text())
+    (e2el,) = (each for each in made["forecast"]["figures"] if each["key"] == "p99_e2el_ms")
+    assert e2el["low"] < e2el["value"] <= 300
 
 
 def test_targets_that_no_rate_meets_are_no_plan(
