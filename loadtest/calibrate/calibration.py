@@ -7,6 +7,7 @@ three costs.
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import aclosing
@@ -19,6 +20,7 @@ import msgspec
 
 from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import read_calibration
+from penstock.loadtest.bench.forecast import MAX_BAR_RATIO
 from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready
@@ -129,17 +131,35 @@ class ServerSteps:
 
 async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
     """Raises TargetUnusable."""
+    data = await _get(base_url, headers, "/steps")
+    try:
+        return msgspec.json.decode(data, type=ServerSteps)
+    except msgspec.MsgspecError as error:
+        raise TargetUnusable(f"{base_url}/steps cannot be read: {error}") from error
+
+
+async def read_cached_share(base_url: str, headers: dict[str, str]) -> float:
+    """Returns the share of the prompt tokens since the server's start that its prefix cache had.
+    Raises TargetUnusable."""
+    text = (await _get(base_url, headers, "/metrics")).decode()
+    found = re.findall(r"^penstock_prefix_(query|hit)_tokens_total (\S+)", text, re.MULTILINE)
+    counts = {name: float(value) for name, value in found}
+    return counts.get("hit", 0.0) / max(1.0, counts.get("query", 0.0))
+
+
+async def _get(base_url: str, headers: dict[str, str], path: str) -> bytes:
+    """Raises TargetUnusable."""
     try:
         async with aclosing(ConnectionPool(base_url, headers)) as pool:
-            response = await pool.fetch("GET", "/steps")
-        if response.status != 200:
-            raise TargetUnusable(
-                f"{base_url}/steps answers HTTP {response.status}; penstock calibrate needs a "
-                "Penstock server, and its key in OPENAI_API_KEY if it has one"
-            )
-        return msgspec.json.decode(response.data, type=ServerSteps)
-    except (HttpFailed, msgspec.MsgspecError) as error:
-        raise TargetUnusable(f"{base_url}/steps cannot be read: {error}") from error
+            response = await pool.fetch("GET", path)
+    except HttpFailed as error:
+        raise TargetUnusable(f"{base_url}{path} cannot be read: {error}") from error
+    if response.status != 200:
+        raise TargetUnusable(
+            f"{base_url}{path} answers HTTP {response.status}; penstock calibrate needs a "
+            "Penstock server, and its key in OPENAI_API_KEY if it has one"
+        )
+    return response.data
 
 
 _FORMAT = 2
@@ -164,6 +184,13 @@ class Calibration:
     format: int = _FORMAT
     device_units: tuple[str, ...] = DEVICE_UNITS
     host_units: tuple[str, ...] = HOST_UNITS
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether most steps are of classes so far off that no forecast could be refuted."""
+        errors = self.step_model.errors.values()
+        poor = sum(e.num_steps for e in errors if 1 + e.bias > MAX_BAR_RATIO * (1 - e.bias))
+        return 2 * poor > sum(e.num_steps for e in errors)
 
     def write(self, path: Path) -> None:
         """Raises InvalidConfig."""

@@ -10,17 +10,20 @@ from pathlib import Path
 
 from penstock.engine.config import LoadFormat
 from penstock.loadtest.bench.config import check_writable
+from penstock.loadtest.bench.forecast import UNTESTABLE
 from penstock.loadtest.calibrate.calibration import (
     PROBE_TOKENS,
     Calibration,
     Measured,
     ServerSteps,
     measure_front_end,
+    read_cached_share,
     read_steps,
 )
 from penstock.loadtest.calibrate.engine_flags import add_engine_flags, engine_config
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
+from penstock.loadtest.report.report import NOTABLE_CACHED_SHARE
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import expected_work
 from penstock.scheduler.step_model.amounts import DEVICE_UNITS, HOST_UNITS
@@ -30,9 +33,17 @@ _DESCRIPTION = """\
 Fit a model of step times, and write it to a file for penstock simulate.
 
   penstock calibrate --base-url http://127.0.0.1:8000     from the steps of a server that had load
-  penstock calibrate MODEL_DIR --seconds 60               from a sweep in this process"""
+  penstock calibrate MODEL_DIR --seconds 60               from a sweep in this process
+
+Exit status: 0, 1 where the server had too little load, 2 for wrong flags, 3 where
+the steps are predicted so badly that no plan made with the file could be refuted."""
 
 
+_POOR = (
+    "This calibration tests nothing: most steps are of classes with a bias of more than 60 %, so\n"
+    "that a server twice as fast as a forecast and one half as fast are within its error bars.\n"
+    "Calibrate again with more load, and with nothing else running."
+)
 say = printer("penstock calibrate")
 
 _FLAGS = {
@@ -51,7 +62,8 @@ def make_parser() -> BenchParser:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0, or 1 where the server had too little load, or 2 for flags."""
+    """Returns the exit status: 0, or 1 where the server had too little load, 2 for flags, or 3
+    for a calibration that is poor."""
     return exit_status(lambda: _calibrate(argv), "penstock calibrate: error")
 
 
@@ -70,11 +82,17 @@ def _calibrate(argv: list[str]) -> int:
     calibration.write(args.output)
     print(describe(calibration))
     say(f"written to {args.output}")
-    return 0
+    return UNTESTABLE if calibration.is_poor else 0
 
 
 async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
     """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
+    if (cached := await read_cached_share(base_url, headers)) > NOTABLE_CACHED_SHARE:
+        say(
+            f"{cached:.0%} of the prompt tokens since the server's start were in its prefix cache, "
+            "so the steps are of prompts that it had seen; unless your load shares prompts, start "
+            "the server anew, and load it by penstock bench without --seed, which sends new ones"
+        )
     measured = await measure_front_end(base_url, headers, say)
     return calibration_of(base_url, measured, await read_steps(base_url, headers))
 
@@ -130,7 +148,8 @@ def _from_sweep(args: argparse.Namespace) -> Calibration:
 def describe(calibration: Calibration) -> str:
     """Says what a person should know of it: the coefficients, and where they hold."""
     info, model = calibration.model, calibration.step_model
-    lines = [
+    lines = [_POOR, ""] if calibration.is_poor else []
+    lines += [
         f"{calibration.name}, {info.dtype}, on {info.device}; {calibration.source}",
         "",
         *(

@@ -56,7 +56,7 @@ _ROWS = {
 _OPTIONAL = {"rejected", "max_concurrency", "request_rate", "request_goodput", "goodput_ratio"}
 MAX_REASONS = 5  # different failures that are listed
 # Below it, the server found little more than what templates put before every prompt.
-_NOTABLE_CACHED_SHARE = 0.1
+NOTABLE_CACHED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ def report_warnings(replay: Replay, *, has_due_times: bool, cache_advice: str) -
             f"the server sent no token count for {num_uncounted} responses, so their events are "
             "counted; give --tokenizer to count tokens"
         )
-    if (cached := _cached_share(replay)) > _NOTABLE_CACHED_SHARE:
+    if (cached := _cached_share(replay)) > NOTABLE_CACHED_SHARE:
         lines.append(
             f"{cached:.0%} of the prompt tokens were in the server's prefix cache: {cache_advice}"
         )

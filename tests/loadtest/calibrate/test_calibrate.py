@@ -1,17 +1,20 @@
 """`penstock calibrate`: a sweep, a running server, and the file that it writes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.loadtest.calibrate.calibration import Calibration
-from penstock.loadtest.calibrate.cli import main
+from penstock.loadtest.calibrate.cli import describe, main
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.fit import fit
+from penstock.scheduler.step_model.model import ClassError, Range
+from tests.support.made_up_steps import known_model
 from tests.support.serving import running_server
 
 
@@ -47,8 +50,9 @@ def test_a_server_that_had_load_is_calibrated(
         assert (
             "decode" in steps["prediction_error"]
         )  # prompts are steps after a pause, of no known length
-        assert main(command) == 0
+        status = main(command)
     made = Calibration.read(path)
+    assert status == (3 if made.is_poor else 0)  # beside other programs these few steps may be
     shown = capsys.readouterr().out
     assert made.name == "penstock-demo" and made.model.device == "cpu"
     assert made.scheduler.max_num_seqs == 24
@@ -61,6 +65,41 @@ def test_a_server_that_had_load_is_calibrated(
     assert decode.num_steps >= 48 and f"{decode.mape:.1%}" in shown
     made.write(tmp_path / "again.json")
     assert Calibration.read(tmp_path / "again.json") == made
+
+
+def test_prompts_that_the_server_had_seen_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_server("--num-threads", "1") as server:
+        for _ in range(8):
+            server.complete(prompt=[7] * 100, max_tokens=20, ignore_eos=True)
+        main(["--base-url", server.url, "--output", str(tmp_path / "server.json")])
+    assert "of the prompt tokens since the server's start were in its" in capsys.readouterr().err
+
+
+def calibration_with(biases: dict[StepClass, tuple[int, float]]) -> Calibration:
+    """biases: how many steps of a class, and their bias."""
+    info = scripted_info(num_blocks=64, max_model_len=600)
+    errors = {
+        kind: ClassError(num_steps=num, mape=bias, bias=bias)
+        for kind, (num, bias) in biases.items()
+    }
+    covered = {kind: {"tokens": Range(1, 9)} for kind in biases}
+    model = replace(known_model(runs_ahead=False), errors=errors, covered=covered)
+    return Calibration(
+        name="tiny", source="made-up steps", date="20260101-000000", version="0", model=info,
+        scheduler=SchedulerConfig(), step_model=model,
+    )  # fmt: skip
+
+
+def test_a_calibration_whose_steps_are_mostly_unpredictable_says_so_first() -> None:
+    poor = calibration_with({StepClass.DECODE: (60, 0.7), StepClass.MIXED: (50, 0.1)})
+    assert poor.is_poor and describe(poor).startswith("This calibration tests nothing: ")
+
+
+def test_a_few_unpredictable_steps_do_not_make_a_calibration_poor() -> None:
+    good = calibration_with({StepClass.DECODE: (60, 0.59), StepClass.PREFILL: (50, 0.9)})
+    assert not good.is_poor and describe(good).startswith("tiny, ")
 
 
 @pytest.mark.parametrize(
