@@ -50,20 +50,17 @@ def read_weight_map(index: Path) -> dict[str, str]:
 # saved without an output layer, lack even "model.".
 _MODEL = "model."
 _PREFIXES = ("", "model.language_model.", "language_model.model.")
-_OTHERS = ("", "language_model.")
+_OTHERS = ("language_model.",)
 
 
 def stored_name(name: str, names: Container[str]) -> str:
     """The first of these that is in `names`, for a tensor or layer such as "model.norm.weight"; the
     name itself where none is."""
-    if name.startswith(_MODEL):
-        rest = name.removeprefix(_MODEL)
-        candidates = [prefix + rest for prefix in _PREFIXES]
-    else:
-        candidates = [prefix + name for prefix in _OTHERS]
     if name in names:
         return name
-    return next((each for each in candidates if each in names), name)
+    rest = name.removeprefix(_MODEL)
+    prefixes = _OTHERS if rest == name else _PREFIXES
+    return next((prefix + rest for prefix in prefixes if prefix + rest in names), name)
 
 
 def text_model_name(name: str) -> str:

@@ -122,11 +122,8 @@ class TensorFiles:
 
     def wrong_dtype(self, name: str, tensor: Tensor, allowed: str) -> InvalidModel:
         """allowed: the types that it may have, in words."""
-        stack = self._stack(name)
-        file = self._file_of[self._stored(name if stack is None else stack.name)]
-        return InvalidModel(
-            f"the tensor {name!r} in {self.directory / file} is {tensor.dtype}; {allowed}"
-        )
+        path = self.directory / self._file_of[self.place_of(name)]
+        return InvalidModel(f"the tensor {name!r} in {path} is {tensor.dtype}; {allowed}")
 
     def wrong_shape(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> InvalidModel:
         return InvalidModel(

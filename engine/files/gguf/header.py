@@ -241,14 +241,6 @@ class _Reader:
 def _shortest(number: float) -> float:
     """The decimal with the fewest digits that float32 rounds to this: 1e-05, for what float64 shows
     as 9.999999747378752e-06."""
-    if not math.isfinite(number):
-        return number
+    stored = struct.pack("<f", number)
     rounded = (float(f"{number:.{digits}g}") for digits in range(6, 10))
-    return next((shorter for shorter in rounded if _float32(shorter) == number), number)
-
-
-def _float32(number: float) -> float:
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", number))[0])
-    except OverflowError:  # rounded to more than the largest
-        return math.inf
+    return next((each for each in rounded if struct.pack("<f", each) == stored), number)

@@ -1,9 +1,7 @@
 """A GGUF file's metadata as the JSON files of a Hugging Face directory, so that whatever reads and
 checks those reads and checks it too."""
 
-import array
-import mmap
-import sys
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +158,9 @@ def _numbers(gguf: GgufFile, name: str) -> list[float]:
     info = gguf.tensors[name]
     if info.type.name != "F32" or info.num_elements > 2**16:
         raise InvalidModel(f"{gguf.path} has the tensor {name!r} in a type other than F32")
-    with (
-        gguf.part_of[name].open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        numbers = array.array("f", content[info.offset : info.offset + info.num_bytes])
-    if sys.byteorder != "little":
-        numbers.byteswap()
-    return numbers.tolist()
+    with gguf.part_of[name].open("rb") as file:
+        file.seek(info.offset)
+        return list(struct.unpack(f"<{info.num_elements}f", file.read(info.num_bytes)))
 
 
 def _quotient(number: Any, divisor: Any, *, exact: bool = False) -> Any:

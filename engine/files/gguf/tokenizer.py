@@ -175,11 +175,8 @@ def _byte_level(tokens: Tokens, rules: Words) -> Tokenizer:
 
 
 def _sentence_piece(tokens: Tokens) -> Tokenizer:
-    adds_space, unknown = (
-        tokens.get("add_space_prefix", bool, default=True),
-        tokens.id_of("unknown"),
-    )
-    vocabulary = _vocabulary(tokens)
+    adds_space = tokens.get("add_space_prefix", bool, default=True)
+    unknown, vocabulary = tokens.id_of("unknown"), _vocabulary(tokens)
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,

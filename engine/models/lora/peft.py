@@ -6,7 +6,7 @@ known here: a later PEFT may mean by it another product than B(Ax).
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.engine.config import ADAPTER_FILES
@@ -52,29 +52,8 @@ class PeftConfig:
         """Raises PenstockError."""
         self._fields = fields = Fields.read(directory / CONFIG)
         self._max_rank = max_rank
-        kind = fields.text("peft_type")
-        if kind != "LORA":
-            raise AdapterRefused(
-                f"{fields.path}: peft_type is {kind!r}, and only LORA is supported"
-            )
-        for name, what in _UNSUPPORTED.items():
-            if fields.get(name):
-                raise AdapterRefused(
-                    f"{fields.path}: {name} means {what}, which is not supported; merge the "
-                    "adapter into its base model, or train one without"
-                )
-        if (bias := fields.get("bias", "none")) != "none":
-            raise AdapterRefused(
-                f"{fields.path}: bias is {bias!r}, and trained biases are not supported; merge the "
-                "adapter into its base model, or train one with bias 'none'"
-            )
-        init = fields.get("init_lora_weights")
-        if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
-            raise AdapterRefused(
-                f"{fields.path}: init_lora_weights is {init!r}, for which the base model's own "
-                "weights were changed; convert it with PEFT's "
-                "path_initial_model_for_weight_conversion"
-            )
+        for reason in _unsupported(fields):
+            raise AdapterRefused(f"{fields.path}: {reason}")
         self._targets = _names_or_pattern(fields, "target_modules")
         self._excluded = _names_or_pattern(fields, "exclude_modules")
         self._layers = _layers(fields)
@@ -137,6 +116,29 @@ class PeftConfig:
             if re.match(rf"(.*\.)?({pattern})$", name):
                 return value
         return default
+
+
+def _unsupported(fields: Fields) -> Iterator[str]:
+    """Yields what is set that is not computed, and what to do."""
+    if (kind := fields.text("peft_type")) != "LORA":
+        yield f"peft_type is {kind!r}, and only LORA is supported"
+    for name, what in _UNSUPPORTED.items():
+        if fields.get(name):
+            yield (
+                f"{name} means {what}, which is not supported; merge the adapter into its base "
+                "model, or train one without"
+            )
+    if (bias := fields.get("bias", "none")) != "none":
+        yield (
+            f"bias is {bias!r}, and trained biases are not supported; merge the adapter into its "
+            "base model, or train one with bias 'none'"
+        )
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        yield (
+            f"init_lora_weights is {init!r}, for which the base model's own weights were changed; "
+            "convert it with PEFT's path_initial_model_for_weight_conversion"
+        )
 
 
 def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None:

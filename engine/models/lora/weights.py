@@ -118,13 +118,12 @@ def read_adapter(
         if is_own:
             layers.append({stack: tuple(each) for stack, each in changes.items()})
     tensors.check_all_taken()
-    adapter = Adapter(tuple(layers), highest)
     if not highest:
         raise AdapterRefused(
             f"{directory / CONFIG}: target_modules names no layer of this model; load the adapter "
             f"with its own base model (layers here: {', '.join(projections(whole, 0))})"
         )
-    return adapter
+    return Adapter(tuple(layers), highest)
 
 
 class _Tensors:
