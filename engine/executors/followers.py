@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,8 +24,10 @@ import msgspec
 
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.errors import AdapterRefused
+from penstock.engine.process.linux import is_stopped
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
+from penstock.engine.step.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from penstock.scheduler.types import ScheduledBatch
 
 logger = logging.getLogger(__name__)
@@ -68,26 +69,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     sampled: Sequence[Sequence[int]]
 
 
-class LoadPart(msgspec.Struct, tag=True, frozen=True):
-    """To a rank: read your part of this LoRA adapter, which has its id, and answer with
-    `PartLoaded`."""
-
-    source: AdapterSource
-
-
-class DropPart(msgspec.Struct, tag=True, frozen=True):
-    """To a rank: no later step has tokens of this adapter."""
-
-    adapter_id: str
-
-
-FromRank0 = Start | Step | LoadPart | DropPart
-
-
-class PartLoaded(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: what became of a `LoadPart`. refusal: why it cannot be loaded, or None."""
-
-    refusal: str | None
+# Of an adapter each rank reads its part, one after another, so the commands have no numbers.
+FromRank0 = Start | Step | LoadAdapter | UnloadAdapter
 
 
 class LastWords(msgspec.Struct, tag=True, frozen=True):
@@ -162,11 +145,11 @@ class _Follower:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
-        self.channel = Channel(ours, LastWords | PartLoaded)
+        self.channel = Channel(ours, LastWords | AdapterLoaded)
         self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped_s = 0.0
         self.last_words: str | None = None
-        self.answers: SimpleQueue[PartLoaded | None] = SimpleQueue()
+        self.answers: SimpleQueue[AdapterLoaded | None] = SimpleQueue()
         """None once there will be no more."""
         self.receiver = threading.Thread(target=self._receive, daemon=True)
         self.receiver.start()
@@ -175,7 +158,7 @@ class _Follower:
         with contextlib.suppress(EOFError, msgspec.DecodeError):
             while True:
                 message = self.channel.receive()
-                if isinstance(message, PartLoaded):
+                if isinstance(message, AdapterLoaded):
                     self.answers.put(message)
                 else:
                     self.last_words = message.why
@@ -217,7 +200,7 @@ class Followers:
         if self._failed is not None:
             callback(self._failed.rank)
 
-    def send(self, message: Step | LoadPart | DropPart) -> None:
+    def send(self, message: Step | LoadAdapter | UnloadAdapter) -> None:
         """To all. Raises RankFailed."""
         self.check()
         try:
@@ -231,7 +214,7 @@ class Followers:
     def load_adapter(self, source: AdapterSource) -> None:
         """See `OtherRanks`. In one thread at a time, which may be another one than that which sends
         steps."""
-        self.send(LoadPart(source))
+        self.send(LoadAdapter(0, source))
         answers = [each.answers.get() for each in self._followers]  # of all, also after an error
         refusals = []
         for answer in answers:
@@ -239,8 +222,8 @@ class Followers:
                 self._has_failed.wait(_NEWS_S)
                 self.check()
                 raise AdapterRefused("a rank ended meanwhile; try again")
-            if answer.refusal is not None:
-                refusals.append(answer.refusal)
+            if answer.adapter is None:
+                refusals.append(answer.message)
         if refusals:
             assert source.id is not None, source
             self.unload_adapter(source.id)
@@ -248,7 +231,7 @@ class Followers:
 
     def unload_adapter(self, adapter_id: str) -> None:
         """See `OtherRanks`."""
-        self.send(DropPart(adapter_id))
+        self.send(UnloadAdapter(adapter_id))
 
     def check(self) -> None:
         """Raises RankFailed if a rank has failed."""
@@ -287,7 +270,7 @@ class Followers:
                 follower = by_pidfd[pidfd]
                 self._fail(_end_of(follower, self._layout.name_of(follower.rank)))
             for each in self._followers:
-                is_held_up = self.is_waiting and _is_stopped(each.process.pid)
+                is_held_up = self.is_waiting and is_stopped(each.process.pid)
                 each.stopped_s = each.stopped_s + elapsed_s if is_held_up else 0.0
                 if each.stopped_s > _STOPPED_S:
                     name = self._layout.name_of(each.rank)
@@ -321,10 +304,3 @@ def _end_of(follower: _Follower, name: str) -> RankFailed:
     if follower.last_words is not None:
         why = f"{name} failed: {follower.last_words}"
     return RankFailed(why, rank=rank)
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0] in "Tt"
-    return False

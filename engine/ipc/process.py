@@ -23,8 +23,8 @@ from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.loading.executor import build_executor
 from penstock.engine.process import logs
+from penstock.engine.process.linux import die_with_parent
 from penstock.engine.process.logs import flush_all
-from penstock.engine.process.parent_process import die_with_parent
 from penstock.engine.process.phases import Phases
 from penstock.engine.step.adapter_commands import load_first
 from penstock.engine.step.executor import Executor

@@ -15,20 +15,13 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
-from penstock.engine.config import AdapterSource
-from penstock.engine.executors.followers import (
-    Channel,
-    DropPart,
-    FromRank0,
-    LastWords,
-    LoadPart,
-    PartLoaded,
-    Step,
-)
+from penstock.engine.executors.followers import Channel, FromRank0, LastWords, Step
 from penstock.engine.process import logs
+from penstock.engine.process.linux import die_with_parent
 from penstock.engine.process.logs import flush_all
-from penstock.engine.process.parent_process import die_with_parent
+from penstock.engine.step.adapter_commands import answer_to
 from penstock.engine.step.executor import AdapterStore
+from penstock.engine.step.messages import LoadAdapter, UnloadAdapter
 from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
 
@@ -67,27 +60,26 @@ def _follow(channel: Channel) -> None:
         message = receive()
         if isinstance(message, Step):
             compute(message)
-        elif isinstance(message, LoadPart):
-            _load(message.source, adapters, channel)
-        elif isinstance(message, DropPart):
+        elif isinstance(message, LoadAdapter):
+            _load(message, adapters, channel)
+        elif isinstance(message, UnloadAdapter):
             adapters.unload(message.adapter_id)
         else:
             raise AssertionError(message)
 
 
-def _load(source: AdapterSource, store: AdapterStore, channel: Channel) -> None:
+def _load(command: LoadAdapter, store: AdapterStore, channel: Channel) -> None:
     """In the background, and answers."""
 
     def answer(loaded: "Future[LoadedAdapter]") -> None:
-        error = loaded.exception()
-        if error is None:
-            channel.send(PartLoaded(None))
-        elif isinstance(error, PenstockError | OSError | MemoryError):
-            channel.send(PartLoaded(str(error) or "out of memory"))
-        else:
+        try:
+            message = answer_to(command.number, loaded)
+        except BaseException as error:
             _end(channel, error)
+        else:
+            channel.send(message)
 
-    store.load(source).add_done_callback(answer)
+    store.load(command.source).add_done_callback(answer)
 
 
 def _ahead(channel: Channel) -> Callable[[], object]:

@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
+from penstock.engine.process.linux import is_stopped
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
@@ -129,7 +130,7 @@ class EngineProcess:
 
     @property
     def is_stopped(self) -> bool:
-        return self.pid is not None and _is_stopped(self.pid)
+        return self.pid is not None and is_stopped(self.pid)
 
     async def start(self) -> ModelInfo:
         """Starts the process and returns when it is ready. Raises EngineFailed. To be called once,
@@ -338,10 +339,3 @@ def _num_oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rpartition(")")[2].split()[0] in "Tt"
-    return False

@@ -58,14 +58,15 @@ class AdapterCommands:
         """Answers the commands whose adapters have been read. Raises what is not the adapter's
         fault."""
         for number in [number for number, future in self._loading.items() if future.done()]:
-            future = self._loading.pop(number)
-            error = future.exception()
-            if error is None:
-                self._send(AdapterLoaded(number, future.result()))
-            elif isinstance(error, PenstockError | OSError | MemoryError):
-                self._send(AdapterLoaded(number, None, str(error) or "out of memory"))
-            else:
-                raise error
+            self._send(answer_to(number, self._loading.pop(number)))
+
+
+def answer_to(number: int, loaded: "Future[LoadedAdapter]") -> AdapterLoaded:
+    """number: of the command. Raises what is not the adapter's fault."""
+    try:
+        return AdapterLoaded(number, loaded.result())
+    except (PenstockError, OSError, MemoryError) as error:
+        return AdapterLoaded(number, None, str(error) or "out of memory")
 
 
 _NO_STORE = AdapterRefused("this engine computes no LoRA adapters")

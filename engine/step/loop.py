@@ -17,7 +17,6 @@ from penstock.engine.step.messages import (
     Abort,
     Accepted,
     FromLoop,
-    Late,
     Refused,
     StepReport,
     Submit,
@@ -185,7 +184,7 @@ class EngineLoop:
         _log(logging.DEBUG, request_id, "refused")
         late = None
         if isinstance(error, TargetOutOfReach):
-            late = Late(error.predicted_s, error.target_s)
+            late = error.predicted_s, error.target_s
         self._send(Refused(request_id, str(error), late))
 
     def _release_ended(self, outputs: Iterable[RequestOutput]) -> None:

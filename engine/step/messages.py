@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
@@ -85,21 +85,21 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Server to engine: load this LoRA adapter, and answer with `AdapterLoaded`. number: of the
-    command."""
+    """Server to engine, and rank 0 to the others: load this LoRA adapter, and answer with
+    `AdapterLoaded`. number: of the command."""
 
     number: int
     source: AdapterSource
 
 
 class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Server to engine: no request will name this adapter any more."""
+    """Server to engine, and rank 0 to the others: nothing will name this adapter any more."""
 
     adapter_id: str
 
 
 class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
-    """Engine to server: what became of a `LoadAdapter`. adapter: None where it cannot be loaded,
+    """The answer: what became of a `LoadAdapter`. adapter: None where it cannot be loaded,
     and message says why."""
 
     number: int
@@ -122,22 +122,16 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     signal: int | None = None
 
 
-class Late(NamedTuple):
-    """When a first token is expected after its request's arrival, and when it is due; seconds."""
-
-    predicted_s: float
-    target_s: float
-
-
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """Engine to server: this request was not accepted, and why. It gets no outputs.
 
-    late: where the same request may be accepted later, since its target is what refused it.
+    late: where the same request may be accepted later, since its target is what refused it: the
+    arguments of `TargetOutOfReach`.
     """
 
     request_id: RequestId
     message: str
-    late: Late | None = None
+    late: tuple[float, float] | None = None
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):

@@ -16,14 +16,12 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from penstock.engine.memory.tiers.disk_tier import DiskTier
+from penstock.engine.memory.tiers.disk_tier import DiskTier, TransferRate
 from penstock.engine.memory.tiers.host_pieces import HostPieces
-from penstock.engine.memory.tiers.transfer_rate import TransferRate
 from penstock.scheduler.cache.prefix import PROCESS_KEY
 from penstock.scheduler.cache.tier import Loaded, TierBlock
 from penstock.scheduler.stats import PlaceStats, TierStats, plus
@@ -171,8 +169,13 @@ class HostTier:
         self._is_stored = threading.Condition(self._lock)
         self._is_queued = threading.Condition(self._lock)
         if has_threads:
-            for run in (self._grow, self._run_stores, self._run_loads):
-                threading.Thread(target=run, name=f"kv-offload{run.__name__}", daemon=True).start()
+            for name, run, arguments in (
+                ("grow", self._grow, ()),
+                ("stores", _run, (self.begin_stores, self.end_stores)),
+                ("loads", _run, (self.begin_loads, self.end_loads)),
+            ):
+                name = f"kv-offload-{name}"
+                threading.Thread(target=run, args=arguments, name=name, daemon=True).start()
         else:
             self._grow()
 
@@ -319,18 +322,6 @@ class HostTier:
                 self._pieces.num_grown,
                 error,
             )
-
-    def _run_stores(self) -> None:
-        with _logged():
-            while True:
-                self.begin_stores(waits=True)
-                self.end_stores()
-
-    def _run_loads(self) -> None:
-        with _logged():
-            while True:
-                self.begin_loads(waits=True)
-                self.end_loads()
 
     def begin_stores(self, *, waits: bool = False) -> bool:
         """Begins to gather blocks, if there are any, and none are being gathered."""
@@ -535,11 +526,12 @@ class HostTier:
         self._counts = plus(self._counts, **more)
 
 
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Logs the error that ends a thread; loads that never end are given up."""
+def _run(begin: Callable[..., bool], end: Callable[[], None]) -> None:
+    """Until an error, which is logged; loads that never end are given up."""
     try:
-        yield
+        while True:
+            begin(waits=True)
+            end()
     except Exception:
         logger.exception("no more blocks go to the host's memory, or come from there")
 

@@ -1,9 +1,11 @@
-"""`die_with_parent`: so that nothing is left of an engine whose server has ended."""
+"""What Linux does for processes, and knows of them."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -19,3 +21,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP, or a debugger, keeps the process from running."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False
