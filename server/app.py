@@ -21,16 +21,9 @@ from starlette.responses import Response
 
 from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.api import (
-    handover,
-    health,
-    llama_cpp,
-    models,
-    openapi,
-    page,
-    tokenize,
-)
+from penstock.server.api import handover, health, llama_cpp, models, page, tokenize
 from penstock.server.api.anthropic import routes as anthropic
+from penstock.server.api.docs import openapi
 from penstock.server.api.embeddings import routes as embeddings
 from penstock.server.api.openai import routes as openai
 from penstock.server.api.responses import routes as responses

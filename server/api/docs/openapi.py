@@ -95,35 +95,16 @@ _ERRORS = {
 }
 _ERRORS_OF_GET = (400, 401, 404, 421, 500, 503)
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-}
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """A schema of which all members are required."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL))
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT))
+_ANTHROPIC_ERROR["properties"]["request_id"] = _TEXT_OR_NULL
 
 
 @router.get("/openapi.json")
@@ -202,35 +183,7 @@ def _is_ours(path: str, method: str) -> bool:
     return operation is not None and method == ("post" if operation.bodies else "get")
 
 
-# URLs are relative, so that a --root-path need not be known.
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Penstock API</title>
-<link rel="icon" href="data:,">
-{head}</head>
-<body>
-{body}</body>
-</html>
-"""
-_PAGES = {
-    "docs": _PAGE.format(
-        head='<link rel="stylesheet" href="docs/swagger-ui.css">\n',
-        body='<div id="swagger-ui"></div>\n<script src="docs/swagger-ui-bundle.js"></script>\n'
-        '<script src="docs/start-swagger.js"></script>\n',
-    ),
-    "redoc": _PAGE.format(
-        head="",
-        body='<div id="redoc"></div>\n<script src="docs/redoc.standalone.js"></script>\n'
-        '<script src="docs/start-redoc.js"></script>\n',
-    ),
-}
-_STARTS = {
-    "start-swagger.js": 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui"});\n',
-    "start-redoc.js": 'Redoc.init("openapi.json", {}, document.getElementById("redoc"));\n',
-}
+_STARTS = ("start-swagger.js", "start-redoc.js")
 _PACKAGED = ("swagger-ui.css", "swagger-ui-bundle.js", "redoc.standalone.js")
 _MEDIA_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 # As of the page at `/`, but for trusted types, and for what one of the two needs: both insert
@@ -270,12 +223,13 @@ async def asset(name: str) -> Response:
 
 
 def _page(name: str) -> Response:
+    """Its URLs are relative, so that a --root-path need not be known."""
     headers = {**_HEADERS, "content-security-policy": _POLICIES[name]}
-    return Response(_PAGES[name], headers=headers, media_type="text/html; charset=utf-8")
+    page = _content(f"{name}.html")
+    return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
 
 @cache
 def _content(name: str) -> bytes:
-    if name in _STARTS:
-        return _STARTS[name].encode()
-    return (files("fastapi_offline") / "static" / name).read_bytes()
+    directory = files("fastapi_offline") / "static" if name in _PACKAGED else files(__package__)
+    return (directory / name).read_bytes()

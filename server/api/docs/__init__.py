@@ -1,0 +1,1 @@
+"""`/openapi.json`, and the pages that show it."""
