@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.api import handover, health, llama_cpp, models, page, tokenize
+from penstock.server.api import handover, health, llama_cpp, models, page, tokenize, vllm
 from penstock.server.api.anthropic import routes as anthropic
 from penstock.server.api.docs import openapi
 from penstock.server.api.embeddings import routes as embeddings
@@ -49,7 +49,7 @@ _KEEP_ALIVE_S = 75
 
 _ROUTES = (
     *(openai, responses, anthropic, llama_cpp, embeddings, tokenize, handover, models, health),
-    openapi,
+    *(vllm, openapi),
 )
 
 

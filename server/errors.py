@@ -371,9 +371,21 @@ _APIS_NOT_SERVED = frozenset(
 )
 
 
-# The beginnings of paths that clients of OpenAI's and Anthropic's APIs ask for beside served
-# ones, and what they are told.
+# The beginnings of paths that clients of OpenAI's, Anthropic's and vLLM's APIs ask for beside
+# served ones, and what they are told. The first that fits holds.
 _PATHS_NOT_SERVED = {
+    "/v1/chat/completions/batch": "this server takes no batches of chats; send each to "
+    "/v1/chat/completions",
+    **dict.fromkeys(
+        ("/v1/chat/completions/render", "/v1/completions/render"),
+        "prompts are not rendered apart from their answers; POST /tokenize gives a prompt's ids",
+    ),
+    "/inference/v1/generate": "token ids are answered by /v1/completions: send them as the prompt, "
+    "with return_token_ids: true",
+    **dict.fromkeys(
+        ("/pooling", "/classify"),
+        "this server pools states for embeddings alone; use /v1/embeddings, /score or /rerank",
+    ),
     "/v1/chat/completions/": "chats are not stored here, so none can be retrieved, changed or "
     "deleted; responses are, under /v1/responses",
     "/v1/messages/batches": "this server takes no batches of messages; send each to /v1/messages",

@@ -6,6 +6,7 @@ Plain ASGI, because Starlette's own middleware class costs a task and two queues
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import ANTHROPIC_PATH, note_error, reply_to
 from penstock.server.http.access import RESPONSE_HEADERS, TENANT, Access, WebPages, claimed_tenant
-from penstock.server.observability.metrics import NO_HANDLER
+from penstock.server.observability.metrics import NO_HANDLER, Metrics
 from penstock.server.observability.request_log import (
     RequestEntry,
     note_client_gone,
@@ -36,11 +37,15 @@ logger = logging.getLogger("penstock")
 DIRECT_SEND = "penstock.send"
 
 _MAX_REQUEST_ID_CHARS = 128
+# A request with it, in one of the two forms TEXT and JSON, asks for the load in its response.
+_LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 # The paths outside /v1/ that need the model.
 _API_PATHS = frozenset(
     (
         *("/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"),
+        *("/tokenizer_info", "/invocations"),  # vLLM's, as those before them
         *("/completions", "/chat/completions", "/embeddings", "/models"),  # llama.cpp's
+        *("/completion", "/props"),
         "/internal/resume",
     )
 )
@@ -66,7 +71,7 @@ class Middleware:
         headers = Headers(scope=scope)
         scope[DIRECT_SEND] = send
         scope[RESPONSE_HEADERS] = {}
-        outgoing = _Outgoing(scope, send, self._service, _request_id(headers))
+        outgoing = _Outgoing(scope, send, self._service, headers)
         request_id.set(outgoing.request_id)
         if not self._service.request_log.is_wanted:
             await self._serve(scope, receive, outgoing, headers)
@@ -114,9 +119,11 @@ class Middleware:
 class _Outgoing:
     """`send`, with the headers that every response has."""
 
-    def __init__(self, scope: Scope, send: Send, service: Service, request_id: str) -> None:
+    def __init__(self, scope: Scope, send: Send, service: Service, wanted: Headers) -> None:
+        """wanted: the request's headers."""
         self._scope = scope
-        self.request_id = request_id
+        self.request_id = _request_id(wanted)
+        self._load_format = wanted.get(_LOAD_FORMAT_HEADER)
         self.status: int | None = None
         self._send = send
         self._service = service
@@ -133,6 +140,8 @@ class _Outgoing:
             if route_path(self._scope).startswith(ANTHROPIC_PATH):
                 headers["request-id"] = self.request_id  # the one that its clients read
             headers.update(self._scope[RESPONSE_HEADERS])
+            if self._load_format:
+                headers.update(_load_report(self._load_format, self._service.metrics))
             headers["x-penstock-state"] = self._service.state.value
             elapsed_ms = (time.monotonic() - self._received_s) * 1e3
             headers["openai-processing-ms"] = str(round(elapsed_ms))
@@ -147,6 +156,22 @@ class _Outgoing:
     def _count(self, status: int) -> None:
         handler = self.route or NO_HANDLER
         self._service.metrics.on_response(handler, self._scope["method"], status)
+
+
+def _load_report(form: str, metrics: Metrics) -> dict[str, str]:
+    """ORCA's header for load balancers, with vLLM's two numbers; none for an unknown form."""
+    load = {
+        "kv_cache_usage_perc": metrics.stats.kv_usage,  # from 0 to 1, as at vLLM
+        "num_requests_waiting": float(metrics.num_waiting),
+    }
+    match form.upper():
+        case "TEXT":
+            report = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+        case "JSON":
+            report = json.dumps({"named_metrics": load})
+        case _:
+            return {}
+    return {"endpoint-load-metrics": f"{form.upper()} {report}"}
 
 
 def route_path(scope: Scope) -> str:

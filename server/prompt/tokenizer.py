@@ -87,12 +87,15 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         template: "ChatTemplate | None",
         special_tokens: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """settings: of tokenizer_config.json."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens or {})
+        self.settings = dict(settings or {})
         self.vocabulary = Vocabulary(tokenizer)
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self.infill = Infill.detect(tokenizer, adds_space=self.vocabulary.num_stripped > 0)
@@ -110,7 +113,7 @@ class PromptEncoder:
         tokenizer, special_tokens = _load_tokenizer(directory, load_format)
         special_tokens |= _special_tokens(directory, settings)
         template = ChatTemplate(source, special_tokens) if source is not None else None
-        return cls(tokenizer, template, special_tokens)
+        return cls(tokenizer, template, special_tokens, settings)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises

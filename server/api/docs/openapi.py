@@ -73,6 +73,15 @@ _OPERATIONS = {
     "/v1/models": _Operation("object data"),
     "/v1/models/{name}": _Operation("id object created owned_by"),
     **dict.fromkeys(("/health", "/ping", "/ready"), _STATUS),
+    "/load": _Operation("server_load"),
+    "/tokenizer_info": _Operation("tokenizer_class"),
+    "/invocations": _Operation(
+        bodies=(
+            *(ChatCompletionRequest, CompletionRequest, EmbeddingRequest),
+            *(RerankRequest, ScoreRequest),
+        ),
+        streams=True,
+    ),
     "/version": _Operation("version computed_by tensor_parallel_size pipeline_parallel_size"),
     "/steps": _Operation(
         "version model scheduler prediction_error num_steps front_end_cpu_s steps"
