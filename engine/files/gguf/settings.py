@@ -72,6 +72,12 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
             "only models that have as many of both are supported"
         )
     rotated = metadata.get(f"{name}.rope.dimension_count", head_dim)
+    if head_dim and rotated != head_dim:
+        # The rows of Llama's heads are permuted for pairs of neighbours, of all dimensions or some.
+        raise InvalidModel(
+            f"{gguf.path} rotates {rotated!r:.20} of a head's {head_dim!r:.20} dimensions; in GGUF "
+            "only models that rotate all of them are supported"
+        )
     window = metadata.get(f"{name}.attention.sliding_window") if name == "llama" else None
     if window:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -79,7 +85,6 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     return config | {
         "head_dim": head_dim,
-        "partial_rotary_factor": _quotient(rotated, head_dim, exact=True),
         "vocab_size": embedding.shape[0] if embedding else len(tokens),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": name != "qwen2" and "blk.0.attn_q.bias" in tensors,
@@ -163,11 +168,11 @@ def _numbers(gguf: GgufFile, name: str) -> list[float]:
         return list(struct.unpack(f"<{info.num_elements}f", file.read(info.num_bytes)))
 
 
-def _quotient(number: Any, divisor: Any, *, exact: bool = False) -> Any:
+def _quotient(number: Any, divisor: Any) -> Any:
     """None where the metadata has no such numbers, which the check of config.json says better."""
     if not all(isinstance(each, int) and each > 0 for each in (number, divisor)):
         return None
-    return number / divisor if exact else number // divisor
+    return number // divisor
 
 
 def _generation_config(gguf: GgufFile) -> dict[str, Any]:

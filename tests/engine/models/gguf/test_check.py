@@ -77,7 +77,7 @@ def test_rope_scaling_of_older_files_is_linear(tmp_path: Path) -> None:
         ({"llama__attention__key_length": 8}, "keys of 8 and values of 16", "keys"),
         ({"llama__attention__head_count": 8}, "of the shape (", "has an unexpected shape"),
         ({"llama__attention__value_length": 8}, "keys of 16 and values of 8", "keys"),
-        ({"llama__rope__dimension_count": 8}, "partial_rotary_factor: 0.5", "partial"),
+        ({"llama__rope__dimension_count": 8}, "rotates 8 of a head's 16", "rotates 8"),
         ({"llama__attention__causal": False}, "is_causal: false", "is_causal"),
         ({"llama__rope__scaling__type": "longrope"}, "'short_factor' must be 8", "short_factor"),
         ({"llama__residual_scale": 0.5}, "residual_multiplier: 0.5", "residual"),
