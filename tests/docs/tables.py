@@ -164,6 +164,7 @@ _MODELS = {
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "seed_oss": "Seed-OSS",
+    "cwm": "Code World Model",
     "exaone4": "EXAONE 4",
     "gemma3_text": "Gemma 3 (text)",
     "gemma4_text": "Gemma 4 31B, 26B-A4B, E2B and E4B (text)",

@@ -61,6 +61,7 @@ TEMPLATES = {
     "seed_oss": "{% for m in messages %}<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>"
     "{% endfor %}"
     "{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}",
+    "cwm": _CHATML,
     "exaone4": _EXAONE,
     "gemma3": _GEMMA,
     "gemma3_wrapped": _GEMMA,

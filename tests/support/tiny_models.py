@@ -151,6 +151,16 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "cwm": (
+        "Cwm",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "mlp_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {**_LLAMA3, "rope_theta": 1e6},
+        },
+    ),
     "exaone4": (
         "Exaone4",
         {"num_hidden_layers": 2, "sliding_window": 9, "sliding_window_pattern": 2},

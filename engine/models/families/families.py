@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
@@ -245,10 +246,24 @@ def _gpt_oss(fields: Fields, design: Design) -> Design:
     return replace(design, experts=experts)
 
 
-def _gpt_oss_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
+def _scaled_rope(
+    fields: Fields, head_dim: int, windows: Windows, *, default: dict[str, Any]
+) -> Ropes:
+    """default: the scaling where config.json says nothing of it."""
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
-        fields = fields.with_defaults({"rope_scaling": _GPT_OSS_ROPE})
+        fields = fields.with_defaults({"rope_scaling": default})
     return one_rope(fields, head_dim, windows)
+
+
+# ---- Code World Model ---------------------------------------------------------------------------
+
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 # ---- The table ----------------------------------------------------------------------------------
@@ -357,7 +372,7 @@ FAMILIES = {
         architecture="GptOssForCausalLM",
         design=Design(attention={"has_sinks": True}, mlp_flags={}),
         read=_gpt_oss,
-        ropes=_gpt_oss_rope,
+        ropes=partial(_scaled_rope, default=_GPT_OSS_ROPE),
         windows=partial(full_every, 2),
         defaults=_GPT_OSS_DEFAULTS,
         # They repeat num_experts_per_tok, and the length that YaRN starts from.
@@ -400,6 +415,19 @@ FAMILIES = {
         architecture="SeedOssForCausalLM",
         design=Design(attention_flags={**ATTENTION_BIASES, "output_bias": "attention_out_bias"}),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    ),
+    "cwm": Family(
+        architecture="CwmForCausalLM",
+        design=Design(attention_flags={}),
+        ropes=partial(_scaled_rope, default=_CWM_ROPE),
+        windows=partial(full_every, 4, first=0),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 8192,
+        },
     ),
     "exaone4": Family(
         architecture="Exaone4ForCausalLM",

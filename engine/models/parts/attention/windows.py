@@ -38,9 +38,11 @@ def unless_off(fields: Fields, num_layers: int, default: list[str]) -> Windows:
     return _by_kind(_layer_types(fields, num_layers, default), window)
 
 
-def full_every(interval: int, fields: Fields, num_layers: int) -> Windows:
-    """As layer_types says; without, the last of each `interval` layers attends to all positions."""
-    default = [FULL if (index + 1) % interval == 0 else SLIDING for index in range(num_layers)]
+def full_every(interval: int, fields: Fields, num_layers: int, *, first: int = -1) -> Windows:
+    """As layer_types says; without, one of each `interval` layers attends to all positions: the
+    last, or that of the number `first`."""
+    is_full = [(index - first) % interval == 0 for index in range(num_layers)]
+    default = [FULL if each else SLIDING for each in is_full]
     window = fields.count("sliding_window")
     return _by_kind(_layer_types(fields, num_layers, default), window)
 
