@@ -156,7 +156,9 @@ def test_timings_are_plausible_and_the_same_stream_has_them_at_its_end(
     assert times["cache_n"] + times["prompt_n"] == num_tokens(server, STORY["prompt"])
     assert times["predicted_n"] == 8
     assert times["prompt_ms"] > 0
-    assert times["predicted_per_second"] == pytest.approx(1e3 / times["predicted_per_token_ms"])
+    # Tokens that were received together took no time.
+    product = times["predicted_per_second"] * times["predicted_per_token_ms"]
+    assert product == (pytest.approx(1e3) if times["predicted_ms"] else 0)
     assert events(server, path, sent)[-1]["timings"].keys() == times.keys()
 
 
