@@ -1,7 +1,7 @@
 """The answers of `/v1/chat/completions`."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,6 +21,13 @@ class ChatWriter(OpenAIWriter):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     ends_with_text = False
+    closing: ClassVar = {"delta": {}, "logprobs": None}
+    opening: ClassVar = closing | {
+        "delta": {"role": "assistant", "content": ""},
+        "finish_reason": None,
+    }
+    around_text = b'"delta":{"content":', b"}"
+    body_nulls: ClassVar = {"prompt_logprobs": None, "prompt_token_ids": None}
     _fields: ChatCompletionRequest
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
@@ -36,9 +43,6 @@ class ChatWriter(OpenAIWriter):
             "token_ids": None,
         }
         return choice | self._delta_extras(delta, is_first=True)
-
-    def _body_nulls(self) -> dict[str, None]:
-        return {"prompt_logprobs": None, "prompt_token_ids": None}
 
     def _head_extras(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
@@ -67,15 +71,6 @@ class ChatWriter(OpenAIWriter):
         num_top, names_ids = self._fields.num_logprobs, self._fields.return_tokens_as_token_ids
         content = logprob_content(entries, self._vocabulary, num_top, names_ids=bool(names_ids))
         return {"content": content, "refusal": None}
-
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        return _chunk(index, {"role": "assistant", "content": ""}) | {"finish_reason": None}
-
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"delta":{"content":' % index, b"}"
-
-    def _closing(self, index: int) -> dict[str, Any]:
-        return _chunk(index, {})
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         """The ids and logprobs of the tokens are in the first event."""
@@ -114,10 +109,6 @@ def logprob_content(
         | {"top_logprobs": [token(*pair) for pair in entry.logprobs.top[:num_top]]}
         for entry in entries
     ]
-
-
-def _chunk(index: int, delta: dict[str, str]) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None}
 
 
 def message_of(parts: Iterable[Part]) -> dict[str, Any]:

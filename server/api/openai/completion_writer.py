@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,6 +15,9 @@ class CompletionWriter(OpenAIWriter):
     object = "text_completion"
     chunk_object = "text_completion"
     ends_with_text = True
+    opening = None
+    closing: ClassVar = {"text": "", "logprobs": None}
+    around_text = b'"text":', b""
 
     def _choice(self, delta: OutputDelta) -> dict[str, Any]:
         choice = {
@@ -61,15 +64,6 @@ class CompletionWriter(OpenAIWriter):
             "tokens": [self._token_name(token.token_id) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
         }
-
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        return b'{"index":%d,"text":' % index, b""
-
-    def _closing(self, index: int) -> dict[str, Any]:
-        return {"index": index, "text": "", "logprobs": None}
 
     def _part_events(self, delta: OutputDelta) -> bytes:
         raise AssertionError("a completion is plain text")

@@ -43,6 +43,14 @@ class OpenAIWriter:
     # Whether a choice's last text and its end share a chunk: in completions as at vLLM, whose
     # clients take each chunk for a token; not in chats, as at OpenAI.
     ends_with_text: ClassVar[bool]
+    # A choice besides its index: in its first chunk, if there is one before any text; and in its
+    # last one, without its end, if that has no text.
+    opening: ClassVar[dict[str, Any] | None]
+    closing: ClassVar[dict[str, Any]]
+    # Between a choice's index and the JSON string of a chunk's text, and after that.
+    around_text: ClassVar[tuple[bytes, bytes]]
+    # Members that vLLM's bodies always have, so that its clients read them unasked.
+    body_nulls: ClassVar[dict[str, None]] = {}
 
     def __init__(
         self,
@@ -83,28 +91,12 @@ class OpenAIWriter:
     ) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        """A choice's first chunk, if there is one before any text."""
-        raise NotImplementedError
-
-    def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and after the JSON string of a chunk's text."""
-        raise NotImplementedError
-
-    def _closing(self, index: int) -> dict[str, Any]:
-        """A choice's last chunk without its end, if it has no text."""
-        raise NotImplementedError
-
     def _part_events(self, delta: OutputDelta) -> bytes:
         """An event for each part of an answer that has parts."""
         raise NotImplementedError
 
     def _head_extras(self) -> dict[str, Any]:
         """Returns the fields of a body, or of a stream's openings, besides the choices."""
-        return {}
-
-    def _body_nulls(self) -> dict[str, None]:
-        """Members that vLLM's bodies always have, so that its clients read them unasked."""
         return {}
 
     def _delta_extras(self, delta: OutputDelta, is_first: bool) -> dict[str, Any]:
@@ -134,7 +126,7 @@ class OpenAIWriter:
             **self._head.fields(self.object),
             "choices": choices,
             "usage": usage_fields(usage),
-            **self._body_nulls(),
+            **self.body_nulls,
             **self._head_extras(),
         }
 
@@ -152,10 +144,12 @@ class OpenAIWriter:
     # The events.
 
     def openings(self, num_choices: int) -> bytes:
-        openings = (self._opening(index) for index in range(num_choices))
+        if self.opening is None:
+            return b""
         extras = self._head_extras()
         after = b"," + encode(extras)[1:-1] if extras else b""
-        return b"".join(self._event(encode(choice), after) for choice in openings if choice)
+        openings = ({"index": index} | self.opening for index in range(num_choices))
+        return b"".join(self._event(encode(choice), after) for choice in openings)
 
     def delta(self, delta: OutputDelta) -> bytes:
         """Its text, if it has any, in one event, and its end there or in one of its own."""
@@ -177,8 +171,8 @@ class OpenAIWriter:
                 return events + self._ended(delta)
             events += self._unended()
         if reason:
-            closing = encode(self._closing(delta.choice) | self._ending(delta))
-            events += self._event(closing, self._times(delta))
+            closing = {"index": delta.choice} | self.closing | self._ending(delta)
+            events += self._event(encode(closing), self._times(delta))
         return events
 
     def end(self, usage: Usage) -> bytes:
@@ -226,8 +220,9 @@ class OpenAIWriter:
     def _text_frame(self, index: int) -> tuple[bytes, bytes]:
         """The bytes around a text of this choice, made for its first."""
         if index not in self._around_texts:
-            before, after = self._around_text(index)
-            self._around_texts[index] = self._chunk_head + before, after + b',"logprobs":'
+            before, after = self.around_text
+            head = self._chunk_head + b'{"index":%d,' % index
+            self._around_texts[index] = head + before, after + b',"logprobs":'
         return self._around_texts[index]
 
     def _token_name(self, token_id: int) -> str:
