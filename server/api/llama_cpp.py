@@ -1,6 +1,5 @@
 """`/completion` and `/props`: llama.cpp's own API, for its clients."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -17,9 +16,8 @@ from penstock.server.output.logprobs import finite
 from penstock.server.output.timings import timings
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.prompts import Prompts, completion_prompts
-from penstock.server.protocol.llama_cpp import COMPLETION_TO_LLAMA, LlamaCompletionRequest
+from penstock.server.protocol.llama_cpp import LlamaCompletionRequest
 from penstock.server.protocol.openai import CompletionRequest
-from penstock.server.protocol.translation import renamed_errors
 
 router = APIRouter()
 _encode = msgspec.json.Encoder().encode
@@ -58,9 +56,6 @@ class LlamaCompletions:
     ) -> tuple[CompletionRequest, Prompts]:
         fields = received.fields.completion
         return fields, await completion_prompts(fields, received.model)
-
-    def error_names(self, _: Received[LlamaCompletionRequest]) -> AbstractContextManager[None]:
-        return renamed_errors(COMPLETION_TO_LLAMA)
 
     def writer(
         self, received: Received[LlamaCompletionRequest], generation: Generation

@@ -5,7 +5,6 @@ Read `answer_request` and `TextResponse` first: they are the whole trip, for eve
 
 import asyncio
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -59,10 +58,6 @@ class TextApi(Protocol[Fields]):
         """The fields as a completion or chat completion has them, and the tokenized prompts."""
         ...
 
-    def error_names(self, received: Received[Fields]) -> AbstractContextManager[None]:
-        """Within it, errors name this API's fields."""
-        ...
-
     def writer(self, received: Received[Fields], generation: Generation) -> Writer: ...
 
 
@@ -74,7 +69,7 @@ async def answer_request(http: Request, api: TextApi[AnswerFields]) -> Response:
 async def prepare(api: TextApi[Fields], received: Received[Fields]) -> GenerationRequest:
     """Rendered, tokenized, constrained, and turned into one frozen object: the wire ends here."""
     model = received.model
-    with api.error_names(received):
+    with received.fields.error_names():
         fields, prompts = await api.render(received)
         rules = fields.answer_rules
         answer = await constrain(rules, prompts.reasoning, model, received.arrival.client)

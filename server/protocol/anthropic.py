@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "context_management": ({}, {"edits": []}, _KEEP_ALL_REASONING),
 }
 # The names here of fields of a chat completion, for complaints about them.
-CHAT_TO_MESSAGES = {
+_CHAT_TO_MESSAGES = {
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -93,6 +93,7 @@ class CountTokensRequest(TranslatedRequest):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
     neutral = _NEUTRAL
+    own_names = _CHAT_TO_MESSAGES
     known_extras = TranslatedRequest.known_extras | {"thread"}
 
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
@@ -172,7 +173,7 @@ class MessagesRequest(CountTokensRequest):
 def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
     """thinks: whether the model reasons; one that does not meets any reasoning budget.
 
-    Raises InvalidRequest that names the fields of chat completions: see `CHAT_TO_MESSAGES`.
+    Raises InvalidRequest that names the fields of chat completions: see `error_names`.
     """
     in_chat = fields.chat_fields()
     if not thinks:

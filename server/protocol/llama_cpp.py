@@ -11,10 +11,8 @@ from pydantic import Field, PrivateAttr
 
 from penstock.server.errors import InvalidRequest
 from penstock.server.protocol.openai import MAX_LOGPROBS, MAX_N, CompletionRequest, TokenId
-from penstock.server.protocol.translation import SHARED_FIELDS, TranslatedRequest, renamed_errors
+from penstock.server.protocol.translation import SHARED_FIELDS, TranslatedRequest
 
-# Names in errors: a completion's -> llama.cpp's. Others that differ are checked under their own.
-COMPLETION_TO_LLAMA = {"max_tokens": "n_predict"}
 _SAME = SHARED_FIELDS | {"temperature", "top_p", "grammar", "json_schema"}
 # Samplers that other servers do not have: each with the values that leave it off.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -39,6 +37,7 @@ class LlamaCompletionRequest(TranslatedRequest):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = _NEUTRAL
     hints: ClassVar[Mapping[str, str]] = {"lora": "name the adapter as the model"}
     known_extras = _SAME
+    own_names: ClassVar = {"max_tokens": "n_predict"}  # others are checked under their own names
 
     prompt: (
         str
@@ -68,7 +67,7 @@ class LlamaCompletionRequest(TranslatedRequest):
 
     def _check(self) -> None:
         super()._check()
-        with renamed_errors(COMPLETION_TO_LLAMA):
+        with self.error_names():
             self._completion = CompletionRequest.of(self._values(), num_bytes=self.num_bytes)
 
     def _values(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Three kinds of field: those we serve are declared; those that we know, do not se
 change the answer are refused by name (`NEUTRAL`); all others are ignored.
 """
 
+import contextlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cached_property
@@ -132,6 +133,10 @@ class ParsedRequest(Wire):
     def num_bytes(self) -> int:
         """The length of the body: whatever the prompt is made of, it cannot be much longer."""
         return self._num_bytes
+
+    def error_names(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, errors name the fields of this API, whatever it is served as."""
+        return contextlib.nullcontext()
 
     @property
     def ignored_fields(self) -> list[str]:

@@ -5,7 +5,6 @@ names of this API's fields. A conversation is held as items, as the client sent 
 and as we answered, because that is what the store keeps and gives back.
 """
 
-import contextlib
 import re
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,6 @@ from penstock.server.protocol.translation import (
     TranslatedRequest,
     check_numbers,
     checked,
-    renamed_errors,
 )
 
 Item = dict[str, Any]
@@ -142,6 +140,7 @@ class ResponsesRequest(TranslatedRequest):
 
     neutral = _NEUTRAL
     hints = _HINTS
+    own_names = _CHAT_TO_RESPONSES
 
     input: str | Items | None = None
     instructions: str | None = None
@@ -208,6 +207,10 @@ class ResponsesRequest(TranslatedRequest):
         """The tools that we can serve. Hosted ones are skipped: Codex always sends some."""
         return [tool for tool in self.tools or () if tool.get("type") in _SERVED_TOOLS]
 
+    @property
+    def tool_indexes(self) -> list[int]:
+        return [i for i, tool in enumerate(self.tools or ()) if tool.get("type") in _SERVED_TOOLS]
+
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
         """As a chat completion has them. history: the items of the responses before this one.
 
@@ -246,19 +249,10 @@ def chat_request(
     fields: ResponsesRequest, history: list[Item], items: list[Item], *, history_bytes: int = 0
 ) -> ChatCompletionRequest:
     """See `chat_fields`. Raises InvalidRequest that names the fields of chat completions: see
-    `names_of_responses`."""
+    `error_names`."""
     return ChatCompletionRequest.of(
         fields.chat_fields(history, items), num_bytes=fields.num_bytes + history_bytes
     )
-
-
-def names_of_responses(
-    fields: ResponsesRequest,
-) -> contextlib.AbstractContextManager[None]:
-    """Within it, errors of chat completions name the fields of this API."""
-    served = {id(tool) for tool in fields.served_tools}
-    indexes = [i for i, tool in enumerate(fields.tools or ()) if id(tool) in served]
-    return renamed_errors(_CHAT_TO_RESPONSES, indexes)
 
 
 def _messages(
@@ -288,9 +282,12 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
         case "function_call":
             call = checked(FunctionCall, item, at)
             arguments_of(call.arguments, f"{at}.arguments")
-            _add_call(messages, _chat_tool_call(call))
+            function = {"name": call.name, "arguments": call.arguments}
+            _add_call(messages, call.call_id, {"type": "function", "function": function})
         case "custom_tool_call":
-            _add_call(messages, _chat_custom_call(checked(CustomToolCall, item, at)))
+            call = checked(CustomToolCall, item, at)
+            custom = {"name": call.name, "input": call.input}
+            _add_call(messages, call.call_id, {"type": "custom", "custom": custom})
         case "function_call_output" | "custom_tool_call_output":
             output = checked(CallOutput, item, at)
             text = _text(output.output, f"{at}.output")
@@ -306,10 +303,10 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
             raise UnsupportedParameter(f"{at}.type {str(other)[:64]!r}", hint)
 
 
-def _add_call(messages: list[dict[str, Any]], call: dict[str, Any]) -> None:
+def _add_call(messages: list[dict[str, Any]], call_id: str, call: dict[str, Any]) -> None:
     turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     turn = turn or _turn(messages)
-    turn.setdefault("tool_calls", []).append(call)
+    turn.setdefault("tool_calls", []).append({"id": call_id} | call)
 
 
 def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -341,16 +338,6 @@ def _text_of(part: ContentPart, at: str) -> str:
     if part.text is None:
         raise InvalidRequest(f"{at}.text is missing", param=f"{at}.text")
     return part.text
-
-
-def _chat_tool_call(call: FunctionCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
-
-
-def _chat_custom_call(call: CustomToolCall) -> dict[str, Any]:
-    custom = {"name": call.name, "input": call.input}
-    return {"id": call.call_id, "type": "custom", "custom": custom}
 
 
 def _chat_tool(tool: Item) -> dict[str, Any]:

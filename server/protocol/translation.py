@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -30,6 +30,20 @@ class TranslatedRequest(ParsedRequest):
 
     num_answers: ClassVar[int] = 1
     known_extras = SHARED_FIELDS - set(UNUSED)
+    # Names in errors: of fields of the API that serves it -> of this API's own.
+    own_names: ClassVar[Mapping[str, str]]
+
+    @property
+    def tool_indexes(self) -> Sequence[int]:
+        """The index among the client's tools of each that is served; empty if they are the same."""
+        return ()
+
+    @contextlib.contextmanager
+    def error_names(self) -> Iterator[None]:
+        try:
+            yield
+        except InvalidRequest as error:
+            raise _renamed(error, self.own_names, self.tool_indexes) from error
 
 
 def check_numbers(*values: object) -> None:
@@ -43,21 +57,8 @@ def check_numbers(*values: object) -> None:
 _TOOL = re.compile(r"tools\[(\d+)\]")
 
 
-@contextlib.contextmanager
-def renamed_errors(names: dict[str, str], tool_indexes: Sequence[int] = ()) -> Iterator[None]:
-    """Within it, errors about the fields of a chat name those of the client's API.
-
-    names: chat's -> the client's. tool_indexes: the index among the client's tools of each of the
-    chat's; empty if they are the same.
-    """
-    try:
-        yield
-    except InvalidRequest as error:
-        raise _renamed(error, names, tool_indexes) from error
-
-
 def _renamed(
-    error: InvalidRequest, names: dict[str, str], tool_indexes: Sequence[int]
+    error: InvalidRequest, names: Mapping[str, str], tool_indexes: Sequence[int]
 ) -> InvalidRequest:
     param, message = error.param or "", str(error)
     for chat_name, name in names.items():

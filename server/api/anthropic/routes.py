@@ -1,6 +1,5 @@
 """`/v1/messages`: Anthropic's API."""
 
-from contextlib import AbstractContextManager
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -13,14 +12,8 @@ from penstock.server.output.generation import Generation
 from penstock.server.prompt.limits import check_could_fit
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
-from penstock.server.protocol.anthropic import (
-    CHAT_TO_MESSAGES,
-    CountTokensRequest,
-    MessagesRequest,
-    chat_request,
-)
+from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest, chat_request
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.translation import renamed_errors
 
 router = APIRouter()
 
@@ -55,9 +48,6 @@ class Messages:
         if (wanted := fields.wanted_max_tokens) and prompts.max_tokens[0] < wanted:
             received.headers["x-max-tokens"] = str(prompts.max_tokens[0])
         return fields, prompts
-
-    def error_names(self, _: Received[CountTokensRequest]) -> AbstractContextManager[None]:
-        return renamed_errors(CHAT_TO_MESSAGES)
 
     def writer(
         self, received: Received[CountTokensRequest], generation: Generation

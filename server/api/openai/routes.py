@@ -1,8 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
-import contextlib
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -40,9 +38,6 @@ class OpenAIApi(Generic[Fields]):
 
     async def render(self, received: Received[Fields]) -> tuple[Fields, Prompts]:
         return received.fields, await self._prompts(received.fields, received.model)
-
-    def error_names(self, _: Received[Fields]) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def writer(self, received: Received[Fields], generation: Generation) -> OpenAIWriter:
         model = received.model

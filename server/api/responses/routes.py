@@ -1,7 +1,6 @@
 """`/v1/responses`: OpenAI's newer API, where the server may remember the conversation."""
 
 import secrets
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,7 @@ from penstock.server.output.generation import Generation
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.responses import (
-    Item,
-    ResponsesRequest,
-    chat_request,
-    names_of_responses,
-)
+from penstock.server.protocol.responses import Item, ResponsesRequest, chat_request
 
 router = APIRouter()
 
@@ -76,13 +70,8 @@ class Responses:
             return await with_what_fits(past, items, render, max_messages=max_messages)
         return await render(past, items)
 
-    def error_names(self, received: Received[ResponsesRequest]) -> AbstractContextManager[None]:
-        return names_of_responses(received.fields)
-
     def writer(
-        self,
-        received: Received[ResponsesRequest],
-        generation: Generation,
+        self, received: Received[ResponsesRequest], generation: Generation
     ) -> ResponseWriter:
         fields, model = received.fields, received.model
         response_id = f"resp_{fields.request_id or secrets.token_hex(24)}"

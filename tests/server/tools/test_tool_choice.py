@@ -16,11 +16,7 @@ from tokenizers import Tokenizer
 from penstock.server.api.openai.chat_writer import message_of
 from penstock.server.api.responses.truncation import MAX_ITEMS, droppable, with_what_fits
 from penstock.server.errors import InvalidRequest
-from penstock.server.protocol.responses import (
-    ResponsesRequest,
-    chat_request,
-    names_of_responses,
-)
+from penstock.server.protocol.responses import ResponsesRequest, chat_request
 from penstock.server.structured.grammar import grammar_text
 from penstock.server.tools.call_syntax import native_calls
 from penstock.server.tools.parsers import MARKUP, ToolFormat
@@ -188,7 +184,7 @@ def test_invalid_allowed_tools_are_refused_by_name(choice: dict[str, Any], param
 def responses(**fields: Any) -> Any:
     body = json.dumps({"model": "m", "input": "Hi"} | fields).encode()
     parsed = ResponsesRequest.parse(body)
-    with names_of_responses(parsed):
+    with parsed.error_names():
         return chat_request(parsed, [], parsed.input_items)
 
 
