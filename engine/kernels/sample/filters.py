@@ -72,10 +72,8 @@ def _coarse(
     position = tl.load(positions + row)
     scale = load_float(params + INVERSE_TEMPERATURE)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = load_logits(
-        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
-        ADJUSTED,
-    )  # fmt: skip
+    source = logits, row, stride, size, position, slot, params, flags, bias, seen, masks
+    x = load_logits(source, token, ADJUSTED)
     z = (peak - x) * scale
     # A bucket is a field of 4 bits, 16 of them in a word; 8 ids cannot overflow it.
     one = tl.full((CHUNK,), 1, tl.int64)
@@ -148,10 +146,8 @@ def _gather(
     position = tl.load(positions + row)
     scale = load_float(params + INVERSE_TEMPERATURE)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = load_logits(
-        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
-        ADJUSTED,
-    )  # fmt: skip
+    source = logits, row, stride, size, position, slot, params, flags, bias, seen, masks
+    x = load_logits(source, token, ADJUSTED)
     z = (peak - x) * scale
     is_listed = ((token < size) & (_bucket(z) <= cut)).to(tl.int32)
     begin = row.to(tl.int64) * list_size + tl.sum(tl.where(index < chunk, by_chunk, 0))
@@ -161,33 +157,25 @@ def _gather(
 
 
 @triton.jit
-def _entry(
-    index, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-    ADJUSTED: tl.constexpr,
-):  # fmt: skip
-    """Keys and ids at these indices of a row's list or of the row; infinite past its end."""
+def _entry(index, listed, source, ADJUSTED: tl.constexpr):
+    """Keys and ids at these indices of a row's list or of the row; infinite past its end.
+
+    listed: the list, or how the row is to be read. source: see `load_logits`.
+    """
+    _end, num_listed, keys, list_ids, is_list, peak, scale = listed
     if is_list:
         mask = index < num_listed
-        source = row.to(tl.int64) * list_size + index
-        key = tl.load(keys + source, mask=mask, other=_INF_BITS)
-        token = tl.load(list_ids + source, mask=mask, other=NO_ID)
+        key = tl.load(keys + index, mask=mask, other=_INF_BITS)
+        token = tl.load(list_ids + index, mask=mask, other=NO_ID)
     else:
-        x = load_logits(
-            logits, row, stride, index, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        )  # fmt: skip
+        x = load_logits(source, index, ADJUSTED)
         key = ((peak - x) * scale).to(tl.int32, bitcast=True)
         token = index
     return key, token
 
 
 @triton.jit
-def _search(
-    need, limit, by_mass, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-    ADJUSTED: tl.constexpr,
-):  # fmt: skip
+def _search(need, limit, by_mass, listed, source, ADJUSTED: tl.constexpr):
     """The least key such that the ids up to it, and up to limit, have `need` in mass or number.
 
     It is found three bits at a time, by eight sums over the list. Infinite if all ids have less.
@@ -200,12 +188,8 @@ def _search(
     for _ in range(0, 11):
         last = tl.minimum(low + ((way + 1) << shift) - 1, _INF_BITS).to(tl.int32)
         held = tl.zeros((8,), tl.int64)
-        for start in range(0, end, _WIDE_BLOCK):
-            key, _token = _entry(
-                start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                ADJUSTED,
-            )  # fmt: skip
+        for start in range(0, listed[0], _WIDE_BLOCK):
+            key, _token = _entry(start + lane, listed, source, ADJUSTED)
             weight = tl.full((_WIDE_BLOCK,), 1, tl.int64)
             if by_mass:
                 weight = _weight(key.to(tl.float32, bitcast=True))
@@ -217,76 +201,45 @@ def _search(
 
 
 @triton.jit
-def _listed_mass(
-    limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-    ADJUSTED: tl.constexpr,
-):  # fmt: skip
+def _listed_mass(limit, listed, source, ADJUSTED: tl.constexpr):
     """The mass of the keys up to limit."""
     lane = tl.arange(0, _WIDE_BLOCK)
     mass = tl.zeros((_WIDE_BLOCK,), tl.int64)
-    for start in range(0, end, _WIDE_BLOCK):
-        key, _token = _entry(
-            start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        )  # fmt: skip
+    for start in range(0, listed[0], _WIDE_BLOCK):
+        key, _token = _entry(start + lane, listed, source, ADJUSTED)
         mass += tl.where(key <= limit, _weight(key.to(tl.float32, bitcast=True)), 0)
     return tl.sum(mass)
 
 
 @triton.jit
 def _limit(
-    masses, chunks, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-    CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr,
-):  # fmt: skip
+    row, params, flags, masses, chunks, listed, source, CHUNKS: tl.constexpr, ADJUSTED: tl.constexpr
+):
     """The largest key that survives a row's filters."""
     limit = row * 0 + (_INF_BITS - 1)
     if (flags & HAS_TOP_K) != 0:
         need = tl.load(params + TOP_K).to(tl.int64)
-        limit = tl.minimum(limit, _search(
-            need, limit, False, end, num_listed, is_list, keys, list_ids, list_size, peak,
-            scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        ))  # fmt: skip
+        limit = tl.minimum(limit, _search(need, limit, False, listed, source, ADJUSTED))
     if (flags & HAS_MIN_P) != 0:
         limit = tl.minimum(limit, tl.load(params + MAX_Z))
     if (flags & HAS_TOP_P) != 0:
         total = _total(masses, row, chunks, CHUNKS)
         if (flags & (HAS_TOP_K | HAS_MIN_P)) != 0:
-            total = _listed_mass(
-                limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-                logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-                ADJUSTED,
-            )  # fmt: skip
+            total = _listed_mass(limit, listed, source, ADJUSTED)
         top_p = load_float(params + TOP_P).to(tl.float64)
         need = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
-        limit = tl.minimum(limit, _search(
-            need, limit, True, end, num_listed, is_list, keys, list_ids, list_size, peak,
-            scale, logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        ))  # fmt: skip
+        limit = tl.minimum(limit, _search(need, limit, True, listed, source, ADJUSTED))
     return limit
 
 
 @triton.jit
-def _winner(
-    limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-    logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-    ADJUSTED: tl.constexpr,
-):  # fmt: skip
+def _winner(noise_key, limit, listed, source, ADJUSTED: tl.constexpr):
     """The id that is drawn from all keys up to limit."""
     lane = tl.arange(0, _WIDE_BLOCK)
-    noise_key = row_key(params, position)
     score = tl.full((_WIDE_BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((_WIDE_BLOCK,), NO_ID, tl.int32)
-    for start in range(0, end, _WIDE_BLOCK):
-        key, token = _entry(
-            start + lane, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        )  # fmt: skip
+    for start in range(0, listed[0], _WIDE_BLOCK):
+        key, token = _entry(start + lane, listed, source, ADJUSTED)
         value = race_score(noise_key, token, key.to(tl.float32, bitcast=True))
         is_better = (key <= limit) & (value > score)
         score = tl.where(is_better, value, score)
@@ -320,16 +273,11 @@ def _select(
         num_listed = tl.sum(by_chunk)
         is_list = num_listed <= list_size
         end = tl.where(is_list, num_listed, size)
-        limit = _limit(
-            masses, chunks, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            CHUNKS, ADJUSTED,
-        )  # fmt: skip
-        token_id = _winner(
-            limit, end, num_listed, is_list, keys, list_ids, list_size, peak, scale,
-            logits, row, stride, size, position, slot, params, flags, bias, seen, masks,
-            ADJUSTED,
-        )  # fmt: skip
+        begin = row.to(tl.int64) * list_size
+        listed = end, num_listed, keys + begin, list_ids + begin, is_list, peak, scale
+        source = logits, row, stride, size, position, slot, params, flags, bias, seen, masks
+        limit = _limit(row, params, flags, masses, chunks, listed, source, CHUNKS, ADJUSTED)
+        token_id = _winner(row_key(params, position), limit, listed, source, ADJUSTED)
     tl.store(limits + row, limit)
     emit(
         token_id, row, slot, flags, logits, stride, size, seen, parts, part_stride, ids, logprobs,

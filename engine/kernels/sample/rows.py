@@ -190,11 +190,9 @@ def raw_logits(logits, row, stride, token, size):
 
 
 @triton.jit
-def load_logits(
-    logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
-    ADJUSTED: tl.constexpr,
-):  # fmt: skip
-    """The adjusted logits of these ids, `_marked`; -inf past the vocabulary."""
+def load_logits(source, token, ADJUSTED: tl.constexpr):
+    """The adjusted logits of these ids, `_marked`; -inf past the vocabulary. source: the row."""
+    logits, row, stride, size, position, slot, params, flags, bias, seen, masks = source
     x = raw_logits(logits, row, stride, token, size)
     if ADJUSTED:
         mask = token < size
@@ -248,10 +246,8 @@ def _scan(
     flags = tl.load(params + FLAGS)
     scale = load_float(params + INVERSE_TEMPERATURE)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = load_logits(
-        logits, row, stride, token, size, position, slot, params, flags, bias, seen, masks,
-        ADJUSTED,
-    )  # fmt: skip
+    source = logits, row, stride, size, position, slot, params, flags, bias, seen, masks
+    x = load_logits(source, token, ADJUSTED)
     peak, winner = first_of_best(x, token)
     won = peak
     if (scale > 0) & ((flags & IS_FILTERED) == 0) & is_valid(peak):

@@ -297,10 +297,9 @@ def _store_adjusted(
     slot = tl.load(slots + row).to(tl.int64)
     params_of_slot = table + slot * WORDS
     token = tl.arange(0, SIZE)
-    x = kernels.load_logits(
-        logits, row, size, token, size, tl.load(positions + row), slot, params_of_slot,
-        tl.load(params_of_slot), bias, seen, masks, True,
-    )  # fmt: skip
+    position, flags = tl.load(positions + row), tl.load(params_of_slot)
+    source = logits, row, size, size, position, slot, params_of_slot, flags, bias, seen, masks
+    x = kernels.load_logits(source, token, True)
     tl.store(out + row * size + token, x, mask=token < size)
 
 
