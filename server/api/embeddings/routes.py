@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import mul
 from typing import Annotated, Any, ClassVar, Literal
@@ -101,6 +101,8 @@ class ScoreRequest(PooledFields):
     The texts have two pairs of names, both vLLM's.
     """
 
+    kind: ClassVar = "score"
+
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
@@ -139,6 +141,9 @@ class ScoreRequest(PooledFields):
             raise InvalidRequest(message, param=first)
         return [(0 if num_1 == 1 else i, num_1 + i) for i in range(num_2)]
 
+    def results(self, scores: list[float]) -> dict[str, Any]:
+        return _listed("score", scores)
+
     def _texts(self, name: str) -> dict[str, str | list[int]]:
         given = getattr(self, name)
         return {name: given} if isinstance(given, str) else _numbered(name, given)
@@ -151,6 +156,7 @@ class TextObject(Wire):
 class RerankRequest(PooledFields):
     """`POST /rerank`, in the shape of Cohere, Jina and vLLM."""
 
+    kind: ClassVar = "rerank"
     neutral: ClassVar = {
         **PooledFields.neutral,
         "max_tokens_per_doc": (4096,),
@@ -170,14 +176,19 @@ class RerankRequest(PooledFields):
     def inputs(self) -> dict[str, str | list[int]]:
         return {"query": _text_of(self.query)} | _numbered("documents", self.texts)
 
-    def results(self, scores: list[float]) -> list[dict[str, Any]]:
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(0, index) for index in range(1, len(self.inputs))]
+
+    def results(self, scores: list[float]) -> dict[str, Any]:
         """The best first; of equal ones the first."""
         texts = self.texts
         best = sorted(range(len(scores)), key=lambda index: -scores[index])
-        results = [{"index": i, "relevance_score": scores[i]} for i in best[: self.top_n or None]]
-        if self.return_documents is False:
-            return results
-        return [result | {"document": {"text": texts[int(result["index"])]}} for result in results]
+        results: list[dict[str, Any]] = [
+            {"index": i, "relevance_score": scores[i]} for i in best[: self.top_n or None]
+        ]
+        if self.return_documents is not False:
+            results = [each | {"document": {"text": texts[each["index"]]}} for each in results]
+        return {"results": results}
 
 
 def _text_of(value: str | TextObject) -> str:
@@ -205,47 +216,34 @@ async def embeddings(http: HttpRequest) -> Response:
 @router.post("/v1/score")
 @router.post("/score")
 async def score(http: HttpRequest) -> Response:
-    received = await receive(http, ScoreRequest.parse)
-    fields = received.fields
-
-    async def answer() -> Response:
-        pairs = fields.pairs()
-        scores, requests = await _compared(received, fields.inputs, pairs)
-        return json_response(_head("score", received, requests) | _listed("score", scores))
-
-    return await unless_disconnected(http.receive, answer()) or response_to_nobody()
+    return await _compare(http, ScoreRequest.parse)
 
 
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 @router.post("/rerank")
 async def rerank(http: HttpRequest) -> Response:
-    received = await receive(http, RerankRequest.parse)
-    fields = received.fields
+    return await _compare(http, RerankRequest.parse)
+
+
+async def _compare(
+    http: HttpRequest, parse: Callable[[bytes], ScoreRequest | RerankRequest]
+) -> Response:
+    """Answers how alike the inputs of each pair are."""
+    received = await receive(http, parse)
+    fields, pooler = received.fields, received.model.pooler
 
     async def answer() -> Response:
-        inputs = fields.inputs
-        pairs = [(0, i) for i in range(1, len(inputs))]
-        scores, requests = await _compared(received, inputs, pairs)
-        head = _head("rerank", received, requests)
-        return json_response(head | {"results": fields.results(scores)})
+        pairs = fields.pairs()
+        pooler.check(None)
+        requests = await _requests(received, fields.inputs)
+        vectors = await pooled(
+            received.service, requests, lambda state: normalized(pooler.embedding(state))
+        )
+        scores = await asyncio.to_thread(_scores, vectors, pairs)
+        return json_response(_head(fields.kind, received, requests) | fields.results(scores))
 
     return await unless_disconnected(http.receive, answer()) or response_to_nobody()
-
-
-async def _compared(
-    received: Received[PooledFields],
-    inputs: dict[str, str | list[int]],
-    pairs: list[tuple[int, int]],
-) -> tuple[list[float], list[Request]]:
-    """How alike the inputs of each pair are, by index, and the requests that they have become."""
-    pooler = received.model.pooler
-    pooler.check(None)
-    requests = await _requests(received, inputs)
-    vectors = await pooled(
-        received.service, requests, lambda state: normalized(pooler.embedding(state))
-    )
-    return await asyncio.to_thread(_scores, vectors, pairs), requests
 
 
 def _numbered(name: str, items: Sequence[Any]) -> dict[str, Any]:
