@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any
 
 import uvicorn
 import uvloop
@@ -28,7 +27,7 @@ from penstock.server.api.embeddings import routes as embeddings
 from penstock.server.api.openai import routes as openai
 from penstock.server.api.responses import routes as responses
 from penstock.server.api.responses.store import ResponseStore
-from penstock.server.config import CorsConfig, ServeConfig, ServerConfig
+from penstock.server.config import ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.body import BodyMemory
@@ -85,8 +84,16 @@ def build_app(service: Service) -> FastAPI:
         app.include_router(page.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(Middleware, service=service, access=_access(service.config.server))
-    if cors := _cors_options(service.config.server.cors):
-        app.add_middleware(CORSMiddleware, **cors)  # outermost: errors need its headers too
+    cors = service.config.server.cors
+    if cors.allowed_origins:
+        app.add_middleware(  # outermost: errors need its headers too
+            CORSMiddleware,
+            allow_origins=cors.allowed_origins,
+            allow_methods=cors.allowed_methods,
+            allow_headers=cors.allowed_headers,
+            allow_credentials=cors.allow_credentials,
+            expose_headers=("x-request-id", "request-id", "openai-processing-ms", "retry-after"),
+        )
     return app
 
 
@@ -95,18 +102,6 @@ def _access(config: ServerConfig) -> Access:
     if config.has_page:
         return Access(config.api_keys, (*OPEN_PATHS, "/"), page.ASSETS_PREFIX)
     return Access(config.api_keys, OPEN_PATHS, None)
-
-
-def _cors_options(config: CorsConfig) -> dict[str, Any] | None:
-    if not config.allowed_origins:
-        return None
-    return {
-        "allow_origins": config.allowed_origins,
-        "allow_methods": config.allowed_methods,
-        "allow_headers": config.allowed_headers,
-        "allow_credentials": config.allow_credentials,
-        "expose_headers": ("x-request-id", "request-id", "openai-processing-ms", "retry-after"),
-    }
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -50,6 +50,7 @@ _KV_CACHE_ALIASES = {
     "fp8_per_token_head": "fp8",
     "int8_per_token_head": "int8",
 }
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _PLAIN_TYPES = ("float32", "float", "bfloat16", "float16", "half")
 
 
@@ -77,10 +78,7 @@ class _KVEvents(msgspec.Struct, forbid_unknown_fields=True):
 
 def kv_events_config(text: str) -> KVEventsConfig | None:
     """vLLM's JSON: for argparse's `type`. None where no events are wanted."""
-    try:
-        found = msgspec.json.decode(text, type=_KVEvents)
-    except msgspec.MsgspecError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    found = _decoded(text, _KVEvents)
     if not found.enable_kv_cache_events or found.publisher == "null":
         return None
     values = msgspec.structs.asdict(found)
@@ -96,10 +94,7 @@ def lora_module(text: str) -> AdapterSource:
                 f'{text!r} is neither NAME=PATH nor {{"name": NAME, "path": PATH}}'
             )
         return AdapterSource(name=name, path=_absolute(path))
-    try:
-        source = msgspec.json.decode(text, type=_LoraModule)
-    except msgspec.MsgspecError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    source = _decoded(text, _LoraModule)
     return AdapterSource(
         name=source.name, path=_absolute(source.path), base_model_name=source.base_model_name
     )
@@ -109,6 +104,13 @@ class _LoraModule(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     path: Annotated[str, msgspec.Meta(min_length=1)]
     base_model_name: str | None = None
+
+
+def _decoded(text: str, kind: type[_Struct]) -> _Struct:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _absolute(path: str) -> str:

@@ -20,12 +20,14 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
     """Makes the tree of what was given. Raises InvalidConfig."""
     model = options.model or options.model_flag
     own_names = (_served_name(model),) if model else DEMO_NAMES
+    file = options.api_key_file
+    keys = keys_in(file, "--api-key-file") if file else ()
     server = config_of(
         ServerConfig,
         FLAGS,
         options,
         served_model_names=tuple(options.served_model_name or own_names),
-        api_keys=_api_keys(options.api_key, options.api_key_file),
+        api_keys=(*(options.api_key or ()), *keys),
         cors=config_of(CorsConfig, FLAGS, options),
     )
     engine = config_of(
@@ -67,11 +69,3 @@ def _lora(options: argparse.Namespace) -> LoraConfig | None:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise InvalidConfig(f"--lora-modules has {twice[0]!r} twice; names must differ")
     return config_of(LoraConfig, FLAGS, options)
-
-
-def _api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line and the file, or else of the environment. Raises InvalidConfig."""
-    keys = list(given or ())
-    if file:
-        keys += keys_in(file, "--api-key-file")
-    return tuple(keys)

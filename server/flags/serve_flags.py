@@ -5,7 +5,6 @@ It knows no value that was given: `serve_config` makes a config of them.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from penstock.engine.client import EngineConfig, LoraConfig, Quantization
 from penstock.scheduler.config import SchedulerConfig
@@ -34,10 +33,6 @@ _CONFIGS = (ServerConfig, EngineConfig, SchedulerConfig, LoraConfig, CorsConfig)
 
 def _seconds(milliseconds: float, _: str) -> float:
     return milliseconds / 1e3
-
-
-def _text(value: Any, _: str) -> str:
-    return str(value)
 
 
 GROUPS = {
@@ -231,8 +226,6 @@ GROUPS = {
             "read them when a prompt begins with them and that is quicker than computing it, "
             "after a restart too; several servers and models may share it. They are what prompts "
             "said: keep the directory private (default: blocks end with their memory)",
-            parse=Path,
-            convert=_text,
         ),
         Flag(
             "--kv-offload-gb GIB",
@@ -318,8 +311,6 @@ GROUPS = {
             "--calibration FILE",
             "of penstock calibrate: how long steps take, until enough of this server have run "
             "(default: by the device's peaks)",
-            parse=Path,
-            convert=_text,
         ),
         Flag(
             "--batching",
