@@ -47,7 +47,7 @@ async def _show_progress(line: Callable[[float], str]) -> None:
 
 
 def _progress_line(
-    results: list[RequestResult], total: int, elapsed_s: float, *, num_tokens: int, num_open: int
+    results: list[RequestResult], total: int, elapsed_s: float, num_tokens: int, num_open: int
 ) -> str:
     num_done, num_failed = len(results), sum(result.error is not None for result in results)
     filled = WIDTH * num_done // total
@@ -93,20 +93,18 @@ async def replay(
 
     def line(elapsed_s: float) -> str:
         num_tokens, num_open = target.num_events - num_before, target.num_open
-        return _progress_line(
-            results, len(requests), elapsed_s, num_tokens=num_tokens, num_open=num_open
-        )
+        return _progress_line(results, len(requests), elapsed_s, num_tokens, num_open)
 
     async with _watched(line if shows_progress else None):
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         with contextlib.suppress(asyncio.CancelledError):
             await _send_all(target, requests, encoded, start_s, max_concurrency, record)
         duration_s = time.perf_counter() - start_s
-        cpu_s = time.process_time() - cpu_start_s
+        cpu_share = (time.process_time() - cpu_start_s) / duration_s
     return Replay(
         results=results,
         duration_s=duration_s,
-        client_cpu_share=cpu_s / duration_s,
+        client_cpu_share=cpu_share,
         is_interrupted=len(results) < len(requests),
     )
 

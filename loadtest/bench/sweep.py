@@ -138,12 +138,8 @@ async def sweep(
 
     async def measure(rate: float) -> bool | None:
         number = len(results) + 1
-        at_rate = replace(
-            workload,
-            request_rate=rate,
-            seed=workload.seed + number,
-            num_prompts=config.num_requests(rate),
-        )
+        seed, num_requests = workload.seed + number, config.num_requests(rate)
+        at_rate = replace(workload, request_rate=rate, seed=seed, num_prompts=num_requests)
         requests = make_requests(at_rate, count)
         result = await _measure(target, requests, rate, config, report, shows_progress)
         if result is None:
@@ -154,10 +150,8 @@ async def sweep(
             f"rate {number}: {rate:.2f} req/s {word} the SLO "
             f"({result.num_good} of {num} requests good)"
         )
-        warnings = report_warnings(
-            result.observed, has_due_times=True, cache_advice=cache_advice(workload)
-        )
-        for line in warnings:
+        advice = cache_advice(workload)
+        for line in report_warnings(result.observed, has_due_times=True, cache_advice=advice):
             say(f"rate {number}: {line}")
         await asyncio.sleep(PAUSE_S)
         return result.is_met

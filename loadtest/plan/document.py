@@ -124,11 +124,7 @@ def _row(candidate: Candidate, point: Point, *, on_front: bool) -> dict[str, obj
         "on_front": on_front,
         "output_tokens_per_s_per_device": point.device_tokens_per_s,
         "tokens_per_s_per_user": point.user_tokens_per_s,
-        "goodput": point.goodput,
-        "ttft_p50_ms": point.ttft_p50_ms,
-        "ttft_p99_ms": point.ttft_p99_ms,
-        "tpot_p50_ms": point.tpot_p50_ms,
-        "tpot_p99_ms": point.tpot_p99_ms,
+        **{key: getattr(point, key) for key in ("goodput", *_LATENCIES)},
         "cost_per_million_input_tokens": cost.input if cost else None,
         "cost_per_million_output_tokens": cost.output if cost else None,
     }
