@@ -7,7 +7,6 @@ of them can be. The memory table that the server logs tells how much a start rea
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -269,16 +268,3 @@ def _fit(sizing: Sizing, context: int) -> str:
     if not num or tpot_s is None:
         return f"{num:,}"
     return f"{num:,}, {tpot_s * 1e3:.1f} ms"
-
-
-def example_table() -> str:
-    """That of docs/sizing.md: two models of configs/models on two devices."""
-    models = Path(__file__).parents[2] / "configs" / "models"
-    names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
-    machines = [Machine(name=device, memory_bytes=gb * GB) for device, gb in DEVICES]
-    sizings = [
-        Sizing(ModelConfig.from_dir(models / name), machine)
-        for name in dict.fromkeys(names)
-        for machine in machines
-    ]
-    return table(sizings, names, CONTEXTS)

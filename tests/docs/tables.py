@@ -121,9 +121,18 @@ def _metric_row(family: Metric) -> tuple[str, ...]:
 
 def sizing() -> str:
     """How many sequences fit, of two models on two devices."""
-    from penstock.engine.sizing.sizing import example_table
+    from penstock.engine.models.config import ModelConfig
+    from penstock.engine.sizing.sizing import CONTEXTS, DEVICES, GB, Machine, Sizing, table
 
-    return example_table()
+    models = ROOT / "configs" / "models"
+    names = [name for name in ("Llama-3.1-8B", "Qwen3-8B") for _ in DEVICES]
+    machines = [Machine(name=device, memory_bytes=gb * GB) for device, gb in DEVICES]
+    sizings = [
+        Sizing(ModelConfig.from_dir(models / name), machine)
+        for name in dict.fromkeys(names)
+        for machine in machines
+    ]
+    return table(sizings, names, CONTEXTS)
 
 
 def quantized() -> str:

@@ -18,13 +18,13 @@ from penstock.engine.sizing.sizing import (
     OTHER_BYTES,
     Machine,
     Sizing,
-    example_table,
 )
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SamplingParams
+from tests.docs import tables
 from tests.support.changed_models import changed
 from tests.support.paths import ROOT
 from tests.support.published import PUBLISHED
@@ -309,7 +309,7 @@ def test_one_more_sequence_costs_its_rows_of_the_device_tables(sizing: Sizing) -
 
 
 def test_the_table_has_a_row_for_each_model_and_device() -> None:
-    rows = example_table().splitlines()
+    rows = tables.sizing().splitlines()
     assert len(rows) == 2 + 2 * len(DEVICES)
     assert len({row.count("|") for row in rows}) == 1
     assert "| Llama-3.1-8B | H100, 80 GB | 16.1 GB | 131,072 | 403,896 tokens |" in rows[2]
