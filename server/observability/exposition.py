@@ -26,25 +26,24 @@ from prometheus_client.utils import floatToGoString
 Values = float | Mapping[Any, float]
 
 
-def counter(
-    name: str, help_text: str, values: Values, *labels: str, prefix: str = "penstock_"
+def _with_samples(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    help_text: str,
+    values: Values,
+    *labels: str,
+    prefix: str = "penstock_",
 ) -> Metric:
-    """Returns a counter with a sample for each of the values."""
-    return _with_samples(CounterMetricFamily(prefix + name, help_text, labels=labels), values)
-
-
-def gauge(
-    name: str, help_text: str, values: Values, *labels: str, prefix: str = "penstock_"
-) -> Metric:
-    """Returns a gauge with a sample for each of the values."""
-    return _with_samples(GaugeMetricFamily(prefix + name, help_text, labels=labels), values)
-
-
-def _with_samples(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> Metric:
+    """Returns a metric with a sample for each of the values."""
+    family = kind(prefix + name, help_text, labels=labels)
     by_labels = values if isinstance(values, Mapping) else {(): values}
-    for labels, value in by_labels.items():
-        family.add_metric((labels,) if isinstance(labels, str) else labels, value)
+    for each, value in by_labels.items():
+        family.add_metric((each,) if isinstance(each, str) else each, value)
     return family
+
+
+counter = partial(_with_samples, CounterMetricFamily)
+gauge = partial(_with_samples, GaugeMetricFamily)
 
 
 class Lines:
