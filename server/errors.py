@@ -256,18 +256,15 @@ class ErrorReply(NamedTuple):
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
         if path == LLAMA_PATH and self.code == CONTEXT_TOO_LONG:
             body = self.llama_body
-        headers = dict(_NO_RETRY if self._is_final else ()) | dict(self.headers)
+        # Whether the same request would get the same error again.
+        is_final = 400 <= self.status < 500 and self.status not in (408, 429)
+        headers = dict(_NO_RETRY if is_final else ()) | dict(self.headers)
         return Response(body, self.status, headers, media_type="application/json")
 
     @property
     def name(self) -> str:
         """The word that clients can act on."""
         return self.code or self.type
-
-    @property
-    def _is_final(self) -> bool:
-        """Whether the same request would get the same error again."""
-        return 400 <= self.status < 500 and self.status not in (408, 429)
 
 
 _BAD_REQUEST = "invalid_request_error"

@@ -117,7 +117,7 @@ class Service:
             return self.model
         if adapter is None:
             raise ModelNotFound(name, self.model.name)
-        return self.model.with_adapter(adapter)
+        return replace(self.model, names=(adapter.name,), adapter=adapter)
 
     @property
     def steps(self) -> StepRecord:

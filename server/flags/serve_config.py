@@ -19,7 +19,9 @@ from penstock.server.flags.serve_flags import DEMO_NAMES, FLAGS
 def serve_config(options: argparse.Namespace) -> ServeConfig:
     """Makes the tree of what was given. Raises InvalidConfig."""
     model = options.model or options.model_flag
-    own_names = (_served_name(model),) if model else DEMO_NAMES
+    own_names: tuple[str, ...] = DEMO_NAMES
+    if model:  # as it was named, but of a GGUF file its name alone
+        own_names = (model_name(Path(model)) if model.endswith(".gguf") else model,)
     file = options.api_key_file
     keys = keys_in(file, "--api-key-file") if file else ()
     server = config_of(
@@ -47,11 +49,6 @@ def config_file(arguments: list[str]) -> Path | None:
     parser.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     config, _ = parser.parse_known_args([each for each in arguments if each != "--"])
     return Path(config.config) if config.config else None
-
-
-def _served_name(model: str) -> str:
-    """As it was named, but of a GGUF file its name alone."""
-    return model_name(Path(model)) if model.endswith(".gguf") else model
 
 
 def _lora(options: argparse.Namespace) -> LoraConfig | None:

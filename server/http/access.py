@@ -90,14 +90,11 @@ class WebPages:
 
     def check(self, method: str, headers: Headers) -> None:
         """Raises UnknownHost and CrossSiteRequest."""
-        self._check_host(headers.get("host", ""))
-        if method not in _SAFE_METHODS:
-            self._check_origin(headers)
-
-    def _check_host(self, host: str) -> None:
-        """No browser leaves it out."""
+        host = headers.get("host", "")  # no browser leaves it out
         if self._hosts is not None and host and host_name(host) not in self._hosts:
             raise UnknownHost(host)
+        if method not in _SAFE_METHODS:
+            self._check_origin(headers)
 
     def _check_origin(self, headers: Headers) -> None:
         """Where the browser says how the page and this server are related, that counts: behind a

@@ -107,32 +107,24 @@ class SignCounts:
     """Counts in a body that arrives in chunks. Those in texts count too, which costs little."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys(LIMITS, 0)
-        self._num_escapes = 0
+        self.by_sign = dict.fromkeys(LIMITS, 0)
+        self.num_escapes = 0
 
     def add(self, chunk: bytes) -> None:
-        self._num_escapes += chunk.count(b"\\")
+        self.num_escapes += chunk.count(b"\\")
         for sign in LIMITS:
-            self._counts[sign] += chunk.count(sign)
-
-    @property
-    def has_many_escapes(self) -> bool:
-        return self._num_escapes > MAX_ESCAPES
-
-    @property
-    def are_low(self) -> bool:
-        return all(self._counts[sign] <= limit for sign, limit in LIMITS.items())
+            self.by_sign[sign] += chunk.count(sign)
 
 
 async def check_parsable(body: bytes, counts: SignCounts) -> None:
     """counts: of the body. Raises InvalidRequest."""
-    if counts.has_many_escapes:
+    if counts.num_escapes > MAX_ESCAPES:
         message = (
             f"the body has more than {MAX_ESCAPES} backslashes, so it would take too long to read; "
             "send characters as they are, in UTF-8"
         )
         raise InvalidRequest(message, code="body_too_complex")
-    if counts.are_low:
+    if all(num <= LIMITS[sign] for sign, num in counts.by_sign.items()):
         return
     sign = await asyncio.to_thread(sign_beyond_limit, body)
     if sign is not None:

@@ -131,8 +131,9 @@ class _Outgoing:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self._count(message["status"])
+            self.status = status = message["status"]
+            handler = self.route or NO_HANDLER
+            self._service.metrics.on_response(handler, self._scope["method"], status)
             raw = list(message.get("headers", ()))  # a copy: all streams share one list
             message = {**message, "headers": raw}
             headers = MutableHeaders(raw=raw)
@@ -152,10 +153,6 @@ class _Outgoing:
         """None if it was refused before, or no route matches."""
         route = self._scope.get("route")
         return route.path if route else None
-
-    def _count(self, status: int) -> None:
-        handler = self.route or NO_HANDLER
-        self._service.metrics.on_response(handler, self._scope["method"], status)
 
 
 def _load_report(form: str, metrics: Metrics) -> dict[str, str]:

@@ -42,11 +42,6 @@ class ReasoningFormat(StrEnum):
     GEMMA4 = "gemma4", Markers("<|channel>thought", "<channel|>")
     OPENAI_GPTOSS = "openai_gptoss", Markers(OPENING, CLOSING, FINAL)
 
-    @property
-    def begins_open(self) -> bool:
-        """Whether an answer begins with reasoning even without an opening marker."""
-        return self is ReasoningFormat.DEEPSEEK_R1
-
 
 # Markup that a splitter must see even where it consists of special tokens.
 MARKUP = (*(text for form in ReasoningFormat for text in form.markers if text), "<|channel>")
@@ -79,7 +74,8 @@ def reasoning_state(
     is_message = bool(form.markers.answer)
     is_closed = (not is_message and prompt.endswith(form.markers.closing)) or bool(answer_prefix)
     is_open = form.markers.opening in answer_prefix or prompt.endswith(form.markers.opening)
-    is_open = is_open or (form.begins_open and not is_closed)
+    # An answer of this one begins with reasoning even without an opening marker.
+    is_open = is_open or (form is ReasoningFormat.DEEPSEEK_R1 and not is_closed)
     return ReasoningState(
         markers=form.markers, is_open=is_open, is_closed=is_closed and not is_open
     )

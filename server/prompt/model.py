@@ -50,9 +50,6 @@ class ServedModel:
     pooler: Pooler = field(default_factory=Pooler)
     adapter: LoadedAdapter | None = None
 
-    def with_adapter(self, adapter: LoadedAdapter) -> "ServedModel":
-        return replace(self, names=(adapter.name,), adapter=adapter)
-
     @property
     def adapter_id(self) -> str | None:
         return None if self.adapter is None else self.adapter.id

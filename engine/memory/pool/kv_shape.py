@@ -45,10 +45,6 @@ class KVShape:
         return self.sources[layer] if self.sources else layer
 
     @property
-    def all_sources(self) -> tuple[int, ...]:
-        return self.sources or tuple(range(self.num_layers))
-
-    @property
     def own_layers(self) -> list[int]:
         """Those that read no other's keys and values."""
         return [layer for layer in range(self.num_layers) if self.source_of(layer) == layer]

@@ -124,7 +124,8 @@ def num_passed(model: ModelConfig) -> int:
 def stage_starts(model: ModelConfig) -> list[int]:
     """The layers that a stage after the first may begin with, so that none reads the keys and
     values of an earlier stage."""
-    first_sources = list(accumulate(reversed(model.kv_shape.all_sources), min))[::-1]
+    sources = map(model.kv_shape.source_of, reversed(range(model.num_layers)))
+    first_sources = list(accumulate(sources, min))[::-1]
     return [layer for layer in range(1, model.num_layers) if first_sources[layer] >= layer]
 
 

@@ -52,10 +52,6 @@ def _qwen3_moe(fields: Fields, design: Design) -> Design:
     return replace(design, experts=experts, have_experts=qwen_layers(fields))
 
 
-def _qwen3_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    return unless_off(fields, num_layers, [SLIDING] * num_layers)
-
-
 def _qwen3_5(fields: Fields, design: Design) -> Design:
     if not fields.flag("attn_output_gate", default=True):
         raise fields.wrong("attn_output_gate", "true", False)
@@ -345,7 +341,7 @@ FAMILIES = {
         architecture="Qwen3MoeForCausalLM",
         design=Design(attention={"head_norms": HeadNorms.EACH}, mlp_flags={}),
         read=_qwen3_moe,
-        windows=_qwen3_moe_windows,
+        windows=lambda fields, num_layers: unless_off(fields, num_layers, [SLIDING] * num_layers),
         defaults={
             "num_key_value_heads": 4,
             "moe_intermediate_size": 768,

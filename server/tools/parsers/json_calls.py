@@ -51,16 +51,12 @@ class CallObject:
         if not self._raw and expected is Expect.VALUE and not self._may_begin(char):
             return Status.BROKEN
         self._raw += char
-        if self._is_streaming:
+        if self.has_started and self._key in self._ARGUMENTS:
             self._parser.add_arguments(char)
             self._raw = "{"  # only marks that the value has begun
         if scanner.depth == 1 and not self._end_item(scanner.expects):
             return Status.BROKEN
         return Status.MORE
-
-    @property
-    def _is_streaming(self) -> bool:
-        return self.has_started and self._key in self._ARGUMENTS
 
     def _may_begin(self, char: str) -> bool:
         """Whether a value at depth 1 may begin with this character."""
