@@ -136,7 +136,7 @@ BOTH: dict[str, Row] = {
     "truncation_side": Row("right", other_text, beside={"truncate_prompt_tokens": 3}),
     "json_schema": Row(SCHEMA, lambda a, b: text(b).replace(" ", "") == '{"a":1}'),
     "n_predict": Row(3, lambda a, b: num_tokens(b) == 3, beside={"max_tokens": None}),
-    "timings_per_token": Row(True, has("timings", "predicted_ms")),
+    "timings_per_token": Row(True, has("timings", "predicted_n")),
 }
 
 

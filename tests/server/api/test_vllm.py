@@ -120,7 +120,8 @@ def test_load_counts_answers_that_have_not_ended(scripted_server: RunningServer)
     endless = {"prompt": "Once", "max_tokens": 50_000, "ignore_eos": True, "stream": True, "n": 2}
     url = scripted_server.url + COMPLETIONS
     with httpx.stream("POST", url, json=endless, timeout=30) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: the connection closes when an iterator is freed
+        next(lines)
         assert scripted_server.get("/load").json() == {"server_load": 2}
     wait_until(lambda: scripted_server.get("/load").json() == {"server_load": 0})
 
