@@ -69,12 +69,14 @@ def load_library(
     whether keys and values are of 8 bits.
     """
     weights = f"-DPENSTOCK_WEIGHTS={_WEIGHTS[dtype]}"
+    # With float32, activations are not rounded.
+    activations = "-DPENSTOCK_FLOAT32" if dtype is torch.float32 else ""
     coded = [name for name in ("grouped", "blocks") if formats & {*_FORMATS_BY_SOURCE[name]}]
     # They are compiled at the same time; those that take longest come first.
     sources = [
         Source("native/step/step"),
         Source("native/attention/attention", "-DPENSTOCK_CODED_KV" if has_coded_kv else weights),
-        *(Source(f"native/products/{name}") for name in coded),
+        *(Source(f"native/products/{name}", activations) for name in coded),
         Source("native/products/plain", weights),
         *([Source("native/products/fp8", weights)] if FP8_FORMAT in formats else []),
     ]

@@ -8,22 +8,18 @@ import pytest
 import torch
 import transformers
 
-from penstock.engine.models.layers.weight_formats import FP8_FORMAT
 from tests.support.paths import DEMO_MODEL
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.serving import RunningServer
 
 PROMPT = "Once upon a time"
-# Of a log probability. Beside codes that are integers, activations are rounded to 8 bits.
-TOLERANCE, TOLERANCE_OF_INTEGERS = 0.01, 0.4
+# Of a log probability, in float32.
+TOLERANCE = 1e-4
 
 
 @pytest.fixture(params=FORMATS)
-def served(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[tuple[RunningServer, Path, float]]:
-    """A server of the demo model in a format, the directory of a plain one with its values, and how
-    far their logprobs may be apart."""
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RunningServer, Path]]:
+    """A server of the demo model in a format, and the directory of a plain one with its values."""
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     directory, plain = tmp_path / "demo", tmp_path / "plain"
     save_quantized(model, directory, FORMATS[request.param]).save_pretrained(plain)
@@ -33,14 +29,13 @@ def served(
     server = RunningServer(str(directory), "--device", "cpu", "--dtype", "float32")
     try:
         server.wait_until_ready()
-        is_float = FORMATS[request.param].weight_format == FP8_FORMAT
-        yield server, plain, TOLERANCE if is_float else TOLERANCE_OF_INTEGERS
+        yield server, plain
     finally:
         server.stop()
 
 
-def test_a_quantized_model_answers(served: tuple[RunningServer, Path, float]) -> None:
-    server, plain, tolerance = served
+def test_a_quantized_model_answers(served: tuple[RunningServer, Path]) -> None:
+    server, plain = served
     name = str(plain.with_name("demo"))
     response = server.complete(model=name, prompt=PROMPT, max_tokens=1, logprobs=5, temperature=0)
     assert response.status_code == 200, response.text
@@ -50,7 +45,7 @@ def test_a_quantized_model_answers(served: tuple[RunningServer, Path, float]) ->
     ids = transformers.AutoTokenizer.from_pretrained(plain)(PROMPT, return_tensors="pt").input_ids
     with torch.inference_mode():
         expected = model(ids).logits[0, -1].log_softmax(-1).topk(5).values
-    assert sorted(top.values(), reverse=True) == pytest.approx(expected.tolist(), abs=tolerance)
+    assert sorted(top.values(), reverse=True) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
     answer = server.complete(model=name, prompt=PROMPT, max_tokens=16)
     assert answer.json()["usage"]["completion_tokens"] == 16

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason=NOT_INSTALLED)
 MODELS = {"demo": DEMO_MODEL, "stories260K": STORIES}
 PROMPTS = ("Once upon a time", "What can you do? I can tell you a story about a small boat.")
 MAX_TOKENS, NUM_TOP = 40, 10
-# By how much logprobs may differ, at most and in the mean of each token's largest difference. Both
-# round activations to 8 bits where weights are codes: in the same groups of 32 for Q8_0, but
-# beside Q4_K llama.cpp does it in groups of 256.
+# By how much logprobs may differ, at most and in the mean of each token's largest difference.
+# llama.cpp rounds activations to 8 bits where weights are codes, beside Q4_K in groups of 256.
 TOLERANCES = {"F16": (0.1, 0.02), "Q8_0": (0.6, 0.2), "Q4_K_M": (1.0, 0.4)}
 
 

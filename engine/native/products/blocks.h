@@ -97,7 +97,25 @@ template <int kHigh> struct HighBits {
     }
 };
 
-// The scales, and minima, of groups of a band; the first group begins a factor.
+// Two quads of the 16 codes at p, the first pair or the second, of kLanes rows of a band.
+template <int kBits, bool kTable, int kPair>
+inline void unpack_eight(const Blocks &w, const unsigned char *p, int64_t lane, Words &low, Words &high) {
+    constexpr int kHigh = kBits - 4;
+    const Words both = keep(*reinterpret_cast<const Words *>(p + 4 * (kPair * kBand + lane)));
+    low = both & 0x0f0f0f0fu;
+    high = both >> 4 & 0x0f0f0f0fu;
+    if constexpr (kTable) {
+        low = looked_up(w.table, low);
+        high = looked_up(w.table, high);
+    }
+    if constexpr (kHigh > 0) {
+        const HighBits<kHigh> bits(p + 8 * kBand + 2 * kHigh * lane);
+        low |= bits.template of<2 * kPair>();
+        high |= bits.template of<2 * kPair + 1>();
+    }
+}
+
+// The scales, and minima, of groups of a band; the first group begins a factor, or all have the same one.
 inline void widen_numbers(const Blocks &w, int64_t band, int64_t first, int64_t last, float *out) {
     const int64_t each = (w.has_minima ? 2 : 1) * kBand;
     const int64_t begin = (band * w.groups + first) * each, count = (last - first) * each;
@@ -174,22 +192,8 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
                 auto add_eight = [&]<int kPair>() {
                     Words low[V], high[V];
-                    for (int j = 0; j < V; ++j) {
-                        const int64_t lane = n + j * kLanes;
-                        const Words both = keep(
-                            *reinterpret_cast<const Words *>(p + 4 * (kPair * kBand + lane)));
-                        low[j] = both & 0x0f0f0f0fu;
-                        high[j] = both >> 4 & 0x0f0f0f0fu;
-                        if constexpr (kTable) {
-                            low[j] = looked_up(w.table, low[j]);
-                            high[j] = looked_up(w.table, high[j]);
-                        }
-                        if constexpr (kHigh > 0) {
-                            const HighBits<kHigh> bits(p + 8 * kBand + 2 * kHigh * lane);
-                            low[j] |= bits.template of<2 * kPair>();
-                            high[j] |= bits.template of<2 * kPair + 1>();
-                        }
-                    }
+                    for (int j = 0; j < V; ++j)
+                        unpack_eight<kBits, kTable, kPair>(w, p, n + j * kLanes, low[j], high[j]);
                     add(k + 8 * kPair, low);
                     add(k + 8 * kPair + 4, high);
                 };
@@ -228,6 +232,16 @@ inline void multiply_blocks_rows(int rows, const CodedRows &x, int64_t row, cons
     kTiles[rows - 1](x, row, w, numbers, band, first, last, c, c_step);
 }
 
+// Calls use<bits, has a table, has minima>() for the formats that there are.
+template <class Use> inline void with_kind(const Blocks &w, Use use) {
+    if (w.bits == 6)
+        use.template operator()<6, false, false>();
+    else if (w.bits == 5)
+        w.has_minima ? use.template operator()<5, false, true>() : use.template operator()<5, false, false>();
+    else
+        w.has_minima ? use.template operator()<4, false, true>() : use.template operator()<4, true, false>();
+}
+
 // As multiply_grouped.
 inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
                             int64_t band, float *c, int64_t c_step) {
@@ -242,18 +256,10 @@ inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
-            auto multiply = [&]<int kBits, bool kTable, bool kMinima>() {
+            with_kind(w, [&]<int kBits, bool kTable, bool kMinima>() {
                 multiply_blocks_rows<kBits, kTable, kMinima>(count, x, row + first, w, numbers, band, g, last,
                                                              c + first * c_step, c_step, kRows);
-            };
-            if (w.bits == 6)
-                multiply.operator()<6, false, false>();
-            else if (w.bits == 5)
-                w.has_minima ? multiply.operator()<5, false, true>()
-                             : multiply.operator()<5, false, false>();
-            else
-                w.has_minima ? multiply.operator()<4, false, true>()
-                             : multiply.operator()<4, true, false>();
+            });
         }
     }
 }

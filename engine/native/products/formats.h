@@ -14,7 +14,7 @@ struct Format {
     void (*multiply_codes)(const CodedRows &x, int64_t row, int64_t rows, const Linear &w, int64_t band,
                            float *c, int64_t c_step);
     std::string (*products)();  // what computes that, for people to read
-    // fp8.h has this; it reads rows of X, x_step bytes apart.
+    // fp8.h has this, and with float32 widened.h; they read rows of X, x_step bytes apart.
     void (*multiply_rows)(const void *x, int64_t x_step, int64_t rows, const Linear &w, int64_t band,
                           float *c, int64_t c_step);
 };

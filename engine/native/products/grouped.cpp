@@ -1,24 +1,36 @@
 // Products with codes in groups.
 #include "formats.h"
 #include "grouped_tiles.h"
+#include "widened.h"
 
 namespace {
 
-void multiply(const CodedRows &x, int64_t row, int64_t rows, const Linear &w, int64_t band, float *c,
-              int64_t c_step) {
-    const Grouped codes{static_cast<const unsigned char *>(w.weight),
-                        w.scales,
-                        static_cast<const unsigned char *>(w.zeros),
-                        static_cast<const unsigned char *>(w.table),
-                        w.bits,
-                        w.group,
-                        (w.columns + w.group - 1) / w.group,
-                        w.offset,
-                        w.has_half_scales != 0};
-    multiply_codes(x, row, rows, codes, band, c, c_step);
+Grouped codes_of(const Linear &w) {
+    return {static_cast<const unsigned char *>(w.weight),
+            w.scales,
+            static_cast<const unsigned char *>(w.zeros),
+            static_cast<const unsigned char *>(w.table),
+            w.bits,
+            w.group,
+            (w.columns + w.group - 1) / w.group,
+            w.offset,
+            w.has_half_scales != 0};
+}
+
+#if defined(PENSTOCK_FLOAT32)  // activations are not rounded
+void multiply(const void *x, int64_t x_step, int64_t rows, const Linear &w, int64_t band, float *c, int64_t c_step) {
+    multiply_widened(static_cast<const float *>(x), x_step / int64_t(sizeof(float)), rows, codes_of(w), w.columns, band,
+                     c, c_step);
+}
+
+const bool is_entered = enter_formats(kGrouped, {nullptr, nullptr, multiply});
+#else
+void multiply(const CodedRows &x, int64_t row, int64_t rows, const Linear &w, int64_t band, float *c, int64_t c_step) {
+    multiply_codes(x, row, rows, codes_of(w), band, c, c_step);
 }
 
 const bool is_entered = enter_formats(kGrouped, {multiply, grouped_products, nullptr});
+#endif
 
 }  // namespace
 

@@ -1,9 +1,9 @@
 // Products with weights of 8 or 4 bits: y = x W^T, where W[n, k] = scale[n, g] * (code[n, k] - zero[n, g])
 // and g is the group of k.
 //
-// Activations are rounded to 8 bits too, with a scale for each group of each token, so that a group's
-// products are sums of whole numbers: exact, in any order, on any processor. The groups are added up along k
-// in float32. So what products.h says of a token's result holds here as well.
+// Activations are rounded to 8 bits too, with a scale for each group of each token (but float32 is not: see
+// widened.h), so that a group's products are sums of whole numbers: exact, in any order, on any processor. The
+// groups are added up along k in float32. So what products.h says of a token's result holds here as well.
 //
 // Weights lie in bands of 32 rows as there, with four numbers along k together: [k / 4][32][4] bytes of 8
 // bits; of 4 bits, [k / 8][32][4] bytes whose low halves are the first four of eight numbers, and whose high

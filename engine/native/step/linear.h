@@ -2,12 +2,8 @@
 #pragma once
 #include "adapters.h"
 #include "models/parts/norm/step.h"
-#include "native/products/formats.h"
 
 namespace {
-
-// Before any of them enters, which is when the library is loaded.
-constinit Format formats[kNumFormats] = {};
 
 struct Input {  // what a product reads: rows of x, or codes of them
     const unsigned char *x;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "models/parts/experts/routing.h"
+#include "native/products/formats.h"
 #include "native/products/grouped.h"
 #include "structs.h"
 #include "team.h"
@@ -50,8 +51,11 @@ using Bytes = Buffer<unsigned char>;
 // The distance between rows of X, in bytes. Rows a multiple of 4 KiB apart would share few cache lines.
 int64_t padded(int64_t columns) { return (columns + 31) / 32 * 32 * kActivationBytes + 64; }
 
+// Before any of them enters, which is when the library is loaded.
+constinit Format formats[kNumFormats] = {};
+
 // Whether it reads activations of 8 bits.
-bool is_coded(const Linear &linear) { return linear.bits; }
+bool is_coded(const Linear &linear) { return formats[linear.format].multiply_codes; }
 
 // The memory of one thread.
 struct Worker {

@@ -9,6 +9,7 @@
 #include "native/products/fp8.h"
 #include "native/products/grouped_tiles.h"
 #include "native/products/products.h"
+#include "native/products/widened.h"
 
 namespace {
 
@@ -83,8 +84,10 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
     const int64_t bytes = CodedRows::bytes(length, group);
     std::vector<unsigned char> memory((rows + 32) * bytes);
     std::vector<double> rounded(rows * length);
+    std::vector<float> floats(rows * length);
     for (int64_t row = 0; row < rows; ++row) {
         for (float &value : x) value = draw();
+        std::copy(x.begin(), x.end(), &floats[row * length]);
         code_row(x.data(), length, group, memory.data() + row * bytes);
         const CodedRows coded = CodedRows::at(memory.data(), length, group);
         for (int64_t k = 0; k < length; ++k) {
@@ -97,15 +100,16 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
     }
     // What the scale or zero of a row and a group is, from bands.
     auto in_band = [&](int64_t n, int64_t g) { return (n / kBand * groups + g) * kBand + n % kBand; };
-    std::vector<float> together(rows * kBand), alone(kBand);
+    std::vector<float> together(rows * kBand), alone(kBand), exact(rows * kBand);
     const TileScope tiles;
     for (int64_t band = 0; band < banded_rows(columns) / kBand; ++band) {
+        multiply_widened(floats.data(), length, rows, w, length, band, exact.data(), kBand);
         const CodedRows coded = CodedRows::at(memory.data(), length, group);
         multiply_codes(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
             multiply_codes(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
-                double expected = 0;
+                double expected = 0, widened = 0;
                 for (int64_t k = 0; k < length; ++k) {
                     const int64_t g = k / group;
                     int code;
@@ -116,15 +120,18 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
                     if (flags == kTabled) code = table[code];
                     const int zero = flags == kZeroed ? zeros[in_band(n, g)] : int(w.offset);
                     expected += rounded[row * length + k] * (code - zero) * scales[in_band(n, g)];
+                    widened += double(floats[row * length + k]) * (code - zero) * scales[in_band(n, g)];
                 }
                 const float result = together[row * kBand + n % kBand];
-                if (std::abs(expected - result) < 1e-5 * 255 * std::sqrt(double(length)) &&
-                    result == alone[n % kBand])
+                const double tolerance = 1e-5 * 255 * std::sqrt(double(length));
+                if (std::abs(expected - result) < tolerance && result == alone[n % kBand] &&
+                    std::abs(widened - exact[row * kBand + n % kBand]) < tolerance)
                     continue;
                 std::printf("%ld bits, groups of %ld, %ld rows, %ld columns, length %ld, %d: row %ld, "
-                            "column %ld is %g, alone %g, should be %g\n", long(bits), long(group),
-                            long(rows), long(columns), long(length), int(flags), long(row), long(n),
-                            double(result), double(alone[n % kBand]), expected);
+                            "column %ld is %g, alone %g, should be %g; with float32 %g, should be %g\n",
+                            long(bits), long(group), long(rows), long(columns), long(length), int(flags),
+                            long(row), long(n), double(result), double(alone[n % kBand]), expected,
+                            double(exact[row * kBand + n % kBand]), widened);
                 return false;
             }
         }
@@ -179,18 +186,20 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
     };
     const int64_t bytes = CodedRows::bytes(length, of.group);
     std::vector<unsigned char> memory(rows * bytes);
-    std::vector<float> x(length), together(rows * kBand), alone(kBand);
+    std::vector<float> x(length), together(rows * kBand), alone(kBand), exact(rows * kBand), floats;
     for (int64_t row = 0; row < rows; ++row) {
         for (float &value : x) value = draw();
+        floats.insert(floats.end(), x.begin(), x.end());
         code_row(x.data(), length, of.group, memory.data() + row * bytes);
     }
     const CodedRows coded = CodedRows::at(memory.data(), length, of.group);
     for (int64_t band = 0; band < padded / kBand; ++band) {
+        multiply_widened(floats.data(), length, rows, w, length, band, exact.data(), kBand);
         multiply_blocks(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
             multiply_blocks(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
-                double expected = 0, size = 0;
+                double expected = 0, size = 0, widened = 0;
                 for (int64_t k = 0; k < length; ++k) {
                     const int64_t at = n * length + k, g = k / of.group;
                     int code = low[at / 2] >> 4 * (at % 2) & 15;
@@ -200,17 +209,21 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
                                  ((1 << high_bits) - 1)) << 4;
                     double value = number(n, g, 0) * double(code - int(w.offset));
                     if (of.has_minima) value -= number(n, g, 1);
+                    widened += value * double(floats[row * length + k]);
                     value *= double(coded.codes(row)[k]) * double(coded.scales(row)[g]);
                     expected += value;
                     size += std::abs(value);
                 }
                 const float result = together[row * kBand + n % kBand];
-                if (std::abs(expected - result) <= 1e-5 * size && result == alone[n % kBand]) continue;
+                const float other = exact[row * kBand + n % kBand];
+                if (std::abs(expected - result) <= 1e-5 * size && result == alone[n % kBand] &&
+                    std::abs(widened - other) <= 1e-5 * size)
+                    continue;
                 std::printf("blocks of %ld bits, groups of %ld, %d %d %d, %ld rows, %ld columns, length "
-                            "%ld: row %ld, column %ld is %g, alone %g, should be %g\n", long(of.bits),
-                            long(of.group), of.has_factors, of.has_minima, of.has_table, long(rows),
-                            long(columns), long(length), long(row), long(n), double(result),
-                            double(alone[n % kBand]), expected);
+                            "%ld: row %ld, column %ld is %g, alone %g, should be %g; with float32 %g, should "
+                            "be %g\n", long(of.bits), long(of.group), of.has_factors, of.has_minima,
+                            of.has_table, long(rows), long(columns), long(length), long(row), long(n),
+                            double(result), double(alone[n % kBand]), expected, double(other), widened);
                 return false;
             }
         }

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,8 +147,9 @@ def test_libraries_of_one_process_share_nothing() -> None:
 @needs_compiler
 def test_what_multiplies_codes_is_named_apart(tmp_path: Path) -> None:
     path = save(make_model("llama2"), tmp_path)
-    plain = Harness(path, native=True).model
-    codes = Harness(path, native=True, has_codes=True, make_linear=coded(8, 32)).model
+    options: dict[str, Any] = {"native": True, "dtype": torch.bfloat16}
+    plain = Harness(path, **options).model
+    codes = Harness(path, has_codes=True, make_linear=coded(8, 32), **options).model
     assert isinstance(plain, NativeModel) and isinstance(codes, NativeModel)
     named = re.fullmatch(rf"{re.escape(plain.products)} \(codes: (.+)\)", codes.products)
     assert named and "codes" not in plain.products

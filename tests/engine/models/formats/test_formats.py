@@ -14,6 +14,7 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.weights import Checkpoint, RandomWeights
+from tests.support.compiler import needs_compiler
 from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, gptq, save_quantized
 from tests.support.tiny_models import Harness, make_model
 
@@ -34,8 +35,8 @@ def logits_of(model: Any) -> Tensor:
     return logits
 
 
-def our_logits(path: Path) -> Tensor:
-    harness = Harness(path)
+def our_logits(path: Path, *, native: bool = False) -> Tensor:
+    harness = Harness(path, native=native, has_codes=native)
     harness.token_table[:1, : PROMPT.shape[1]] = PROMPT
     return harness.run([(0, 0, PROMPT.shape[1])])[0]
 
@@ -66,12 +67,14 @@ def test_a_layer_has_the_values_that_its_codes_stand_for(name: str, tmp_path: Pa
     assert torch.equal(weight_of(down, 96), model.model.layers[0].mlp.down_proj.weight)
 
 
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_logits_are_those_of_transformers_with_the_same_values(
-    name: str, tmp_path: Path
+    name: str, native: bool, tmp_path: Path
 ) -> None:
     expected = logits_of(saved(tmp_path, FORMATS[name], "qwen3_bias"))
-    torch.testing.assert_close(our_logits(tmp_path), expected, atol=TOLERANCE, rtol=0)
+    found = our_logits(tmp_path, native=native)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "ct-w4a16", "awq"])
