@@ -62,8 +62,8 @@ def log_widening(model: ModelConfig, dtype: torch.dtype, kept: CodePolicy) -> No
         stored = model.weight_bytes(dtype.itemsize)
         held = model.weight_bytes(dtype.itemsize, kept.num_bytes)
         logger.warning(
-            "the weights are stored as %s, %.3f GiB; nothing here computes that format, so they "
-            "become %s as they are read, and take %.3f GiB",
+            "the weights are stored as %s, %.3f GiB; layers in a format that nothing here computes "
+            "become %s as they are read, and all take %.3f GiB",
             model.quantization.name,
             stored / 2**30,
             dtype_name(dtype),

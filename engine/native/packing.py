@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from ctypes import Structure, c_bool, c_int64
@@ -19,6 +20,8 @@ from penstock.engine.models.layers.grouped import GroupedLinear, shortest
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.native.library import CODE_FORMATS, format_number
 from penstock.engine.native.structures import structure
+
+logger = logging.getLogger(__name__)
 
 Packable = PlainLinear | GroupedLinear | Fp8Linear
 PATH = "the compiled CPU step"
@@ -157,6 +160,7 @@ class Packer:
             if layer.factors is not None:
                 fields["factors"] = self._in_bands(layer.factors, layer.minimum_factors)
             return fields
+        fields["order"] = self.address(layer.order)
         fields["weight"] = self._codes("codes", layer.codes, row_bytes, *sizes, layer.group_size)
         scales = shortest(layer.scales)
         fields["has_half_scales"] = scales.dtype is torch.float16
@@ -209,7 +213,7 @@ def _stored(linear: Linear) -> list[Packable]:
 
 def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
     """Returns the layers that are stacked in this one: in codes that are integers all, and in the
-    same groups, or none, so that they read the same activations.
+    same groups and order, or none, so that they read the same activations.
 
     dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
@@ -222,9 +226,20 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
         return [_widened(each, dtype) if _has_odd_scales(each) else each for each in layers]
     # Activations are rounded once for all of them.
     group = math.gcd(*map(_code_group, grouped))
-    if len(grouped) < len(layers) or group % _GROUP_MULTIPLE:
+    if len(grouped) < len(layers) or group % _GROUP_MULTIPLE or _differ_in_order(grouped):
         return [_widened(layer, dtype) for layer in layers]
     return [layer.regrouped(group) for layer in grouped]
+
+
+def _differ_in_order(layers: Sequence[GroupedLinear]) -> bool:
+    orders = {None if each.order is None else tuple(each.order.tolist()) for each in layers}
+    if len(orders) > 1:
+        logger.warning(
+            "layers that read the same states order their columns differently (GPTQ's desc_act), "
+            "so that %.3f GiB of codes become plain",
+            sum(each.num_bytes for each in layers) / 2**30,
+        )
+    return len(orders) > 1
 
 
 def _has_odd_scales(layer: Packable) -> bool:

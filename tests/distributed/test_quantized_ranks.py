@@ -29,6 +29,8 @@ OF_ROUNDED_STATES = 0.05
 LAYOUTS = [pytest.param(2, 1, id="ranks"), pytest.param(1, 2, id="stages")]
 # One of each form that the compiled step computes.
 COMPILED = ["fp8-block", "ct-w8a8", "ct-w8a16-asym", "ct-w4a16", "awq", "ct-nvfp4"]
+# Of these, ranks have some layers plain, and one rank has none.
+ORDERED = ["gptq-act-order", "gptq8-asym-act-order"]
 
 
 def saved(name: str, path: Path, family: str = "llama2", **options: Any) -> Path:
@@ -38,16 +40,18 @@ def saved(name: str, path: Path, family: str = "llama2", **options: Any) -> Path
 
 
 @pytest.mark.parametrize(("tensor_size", "num_stages"), LAYOUTS)
-@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
+    ("name", "dtype", "tolerance"),
     [
-        (Dtype.FLOAT32, TOLERANCE),
-        pytest.param(Dtype.FLOAT16, OF_ROUNDED_STATES, marks=pytest.mark.slow),
+        *((name, Dtype.FLOAT32, TOLERANCE) for name in (*COMPILED, *ORDERED)),
+        *(
+            pytest.param(name, Dtype.FLOAT16, OF_ROUNDED_STATES, marks=pytest.mark.slow)
+            for name in COMPILED
+        ),
     ],
 )
 def test_ranks_answer_as_one(
-    dtype: Dtype, tolerance: float, name: str, tensor_size: int, num_stages: int, tmp_path: Path
+    name: str, dtype: Dtype, tolerance: float, tensor_size: int, num_stages: int, tmp_path: Path
 ) -> None:
     # States are rounded in groups of 64 at most, of which no two ranks have one.
     path = saved(name, tmp_path, head_dim=32, intermediate_size=128)

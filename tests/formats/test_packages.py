@@ -90,17 +90,18 @@ def test_autoawq_reads_and_writes_the_same_bytes() -> None:
     assert torch.equal(theirs.scales, scales)
 
 
-@pytest.mark.parametrize("name", ["gptq4", "gptq8"])
+@pytest.mark.parametrize("name", ["gptq4", "gptq8", "gptq-act-order", "gptq-asym"])
 def test_autogptq_reads_and_writes_the_same_bytes(name: str) -> None:
     tensors, values = FORMATS[name].pack(weight())
     bits = FORMATS[name].settings["bits"]
-    linear = imported("auto_gptq.nn_modules.qlinear.qlinear_cuda_old").QuantLinear
+    linear = imported("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     layer = torch.nn.Linear(COLUMNS, ROWS, bias=False)
     layer.weight.data = torch.from_numpy(values)
     theirs = linear(bits, 16, COLUMNS, ROWS, bias=False, weight_dtype=torch.float32)
     scales = tensors["scales"].float()
-    zeros = torch.full((ROWS, COLUMNS // 16), 2.0 ** (bits - 1))
-    theirs.pack(layer, scales.t(), zeros, None)
+    shifted = tensors["qzeros"].unsqueeze(-1) >> torch.arange(0, 32, bits)
+    zeros = 1.0 + (shifted & 2**bits - 1).flatten(1)
+    theirs.pack(layer, scales.t(), zeros.t(), tensors["g_idx"])
     for key in ("qweight", "qzeros", "g_idx"):
         assert torch.equal(getattr(theirs, key), tensors[key]), key
     x = torch.eye(COLUMNS)

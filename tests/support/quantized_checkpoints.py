@@ -141,9 +141,9 @@ def rounded(weight: Array, group: int, bits: int, *, symmetric: bool) -> tuple[A
         scales = scales.astype(np.float16)
         zeros = np.full(scales.shape, middle)
     else:
-        low, high = grouped.min(-1), grouped.max(-1)
+        low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
         scales = ((high - low) / most).astype(np.float16)
-        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 1, most).astype(int)
+        zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, most).astype(int)
     codes = np.rint(grouped / scales.astype(np.float32)[..., None]) + zeros[..., None]
     return np.clip(codes, 0, most).astype(int).reshape(rows, columns), scales, zeros
 
@@ -204,19 +204,33 @@ def awq(group: int) -> Pack:
     return pack
 
 
-def gptq(bits: int, group: int | None, *, stored_less: int = 1) -> Pack:
-    """stored_less: what is subtracted from zeros before they are stored."""
+def gptq(
+    bits: int,
+    group: int | None,
+    *,
+    stored_less: int = 1,
+    symmetric: bool = True,
+    order_seed: int | None = None,
+) -> Pack:
+    """stored_less: what is subtracted from zeros when they are packed. order_seed: of the order in
+    which desc_act has rounded columns, so that those which follow each other are a group."""
 
     def pack(weight: Array) -> Packed:
-        size = group or weight.shape[1]
-        codes, scales, zeros = rounded(weight, size, bits, symmetric=True)
+        columns = weight.shape[1]
+        size = group or columns
+        order = np.arange(columns)
+        if order_seed is not None:
+            order = np.random.default_rng(order_seed).permutation(columns)
+        codes, scales, zeros = rounded(weight[:, order], size, bits, symmetric=symmetric)
+        place = np.argsort(order)
+        ones = {4: 0x11111111, 8: 0x01010101}[bits]
         tensors = {
-            "qweight": in_words(codes, bits).t(),
-            "qzeros": in_words(zeros.T - stored_less, bits),
+            "qweight": in_words(codes[:, place], bits).t(),
+            "qzeros": in_words(zeros.T, bits) - stored_less * ones,
             "scales": torch.from_numpy(scales.T.copy()),
-            "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // size,
+            "g_idx": torch.from_numpy(place // size).int(),
         }
-        return tensors, values(codes, scales, zeros)
+        return tensors, np.ascontiguousarray(values(codes, scales, zeros)[:, place])
 
     return pack
 
@@ -389,6 +403,24 @@ FORMATS = {
         _GPTQ | {"bits": 4, "group_size": -1, "desc_act": True},
         gptq(4, None),
         "int4",
+    ),
+    "gptq-act-order": QuantizedFormat(
+        "GPTQ with desc_act and groups",
+        _GPTQ | {"bits": 4, "desc_act": True},
+        gptq(4, 16, order_seed=1),
+        "int4",
+    ),
+    "gptq-asym": QuantizedFormat(
+        "GPTQ, 4 bits, asymmetric",
+        _GPTQ | {"bits": 4, "sym": False},
+        gptq(4, 16, symmetric=False),
+        "int4 asymmetric",
+    ),
+    "gptq8-asym-act-order": QuantizedFormat(
+        "GPTQ, 8 bits, version 2, asymmetric, with desc_act and groups",
+        _GPTQ | {"bits": 8, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        gptq(8, 16, stored_less=0, symmetric=False, order_seed=1),
+        "int8 asymmetric",
     ),
     "modelopt-fp8": QuantizedFormat(
         "ModelOpt FP8",

@@ -29,11 +29,21 @@ class NegatedLinear:
         return y if self._bias is None else y + self._bias
 
 
-def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
-    """Rounds weights to the nearest code, with a scale for each group from its largest number."""
+def coded(
+    bits: int, group_size: int, *, has_zeros: bool = False, is_ordered: bool = False
+) -> MakeLinear:
+    """Rounds weights to the nearest code, with a scale for each group from its largest number.
+
+    is_ordered: whether the columns have another order than those of x.
+    """
 
     def make(weight: Tensor, bias: Tensor | None) -> GroupedLinear:
         rows, columns = weight.shape
+        order = None
+        if is_ordered:
+            generator = torch.Generator().manual_seed(columns)
+            order = torch.randperm(columns, generator=generator).int()
+            weight = weight[:, order]
         groups = -(-columns // group_size)
         padded = functional.pad(weight.float(), (0, groups * group_size - columns))
         grouped = padded.view(rows, groups, group_size)
@@ -59,6 +69,7 @@ def coded(bits: int, group_size: int, *, has_zeros: bool = False) -> MakeLinear:
             group_size=group_size,
             in_features=columns,
             zeros=None if zeros is None else zeros.to(kind),
+            order=order,
         )
 
     return make

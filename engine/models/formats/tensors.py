@@ -98,6 +98,7 @@ class LayerTensors:
         group_size: int,
         zeros: Tensor | None = None,
         levels: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> GroupedLinear:
         """Returns the layer that these make, without its bias."""
         return GroupedLinear(
@@ -108,6 +109,7 @@ class LayerTensors:
             in_features=self.columns,
             zeros=zeros,
             levels=levels,
+            order=order,
         )
 
     def check_finite(self, name: str, scales: Tensor) -> None:

@@ -12,6 +12,7 @@ from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.models.layers.coded import CodesLinear, coded_weight
 from penstock.engine.models.layers.linear import bands, tensor_bytes
 from penstock.engine.models.layers.weight_formats import (
+    BY_COLUMN_FORMAT,
     LEVELS_FORMAT,
     CodedLayout,
     block_format,
@@ -34,6 +35,8 @@ class GroupedLinear(CodesLinear):
     the last group may be shorter. zeros: (out_features, groups), int8 with codes of 8 bits, and
     uint8 with those of 4; None means 0 for the former and 8 for the latter. levels: (16,) int8,
     what codes of 4 bits stand for instead, without zeros; of E2M1, for example, twice its numbers.
+    order: (in_features,) int32, the column of W and of x that each column of codes is; None where
+    it is that of its place.
 
     The rest is for GGUF's blocks, whose codes are those of the low 4 bits, without zeros; of 5 and
     6 bits, they are around 16 and 32, and with minima above 0. Groups are of a multiple of 16, and
@@ -51,6 +54,7 @@ class GroupedLinear(CodesLinear):
     in_features: int
     zeros: Tensor | None = None
     levels: Tensor | None = None
+    order: Tensor | None = None
     high: Tensor | None = None
     minima: Tensor | None = None
     factors: Tensor | None = None
@@ -80,6 +84,8 @@ class GroupedLinear(CodesLinear):
     def weight_format(self) -> str:
         if self.has_blocks:
             return block_format(self.bits, has_minima=self.minima is not None)
+        if self.group_size == 1:
+            return BY_COLUMN_FORMAT
         if self.levels is not None:
             return LEVELS_FORMAT
         return integer_format(self.bits, is_symmetric=self.zeros is None)
@@ -87,7 +93,8 @@ class GroupedLinear(CodesLinear):
     @property
     def kind(self) -> Hashable:
         has = tuple(getattr(self, name) is None for name in ("levels", *_TENSORS))
-        return self.bits, self.group_size, has
+        order = None if self.order is None else tuple(self.order.tolist())
+        return self.bits, self.group_size, has, order
 
     @property
     def middle(self) -> int:
@@ -132,7 +139,7 @@ class GroupedLinear(CodesLinear):
     def coded_weight(self, device: torch.device) -> CodedWeight | None:
         has_halves = self.scales.dtype is torch.float16
         layout = None
-        if not self.has_blocks:
+        if not self.has_blocks and self.order is None:
             sizes = self.bits, self.group_size, self.in_features
             has_zeros = self.zeros is not None
             layout = CodedLayout.fitting(*sizes, has_zeros=has_zeros, has_halves=has_halves)
@@ -161,7 +168,7 @@ class GroupedLinear(CodesLinear):
         numbers = numbers * self._by_column(self.scales, self.factors)
         if self.minima is not None:
             numbers -= self._by_column(self.minima, self.minimum_factors)
-        return numbers
+        return numbers if self.order is None else numbers[:, self.order.argsort()]
 
     def _numbers(self) -> Tensor:
         """Returns what codes stand for, before zeros: in_features columns of float32."""

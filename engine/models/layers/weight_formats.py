@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 # Codes of 4 bits that stand for the numbers of a table.
 LEVELS_FORMAT = "int4 levels"
+# Integers of which each column has scales of its own; no path computes with such codes.
+BY_COLUMN_FORMAT = "integers by column"
 # e4m3, with a scale for each block.
 FP8_FORMAT = "fp8"
 # Columns whose codes are in neighbouring bytes, by bits: in registers, 64 bytes of 8 bits take as

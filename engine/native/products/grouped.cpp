@@ -19,8 +19,8 @@ Grouped codes_of(const Linear &w) {
 
 #if defined(PENSTOCK_FLOAT32)  // activations are not rounded
 void multiply(const void *x, int64_t x_step, int64_t rows, const Linear &w, int64_t band, float *c, int64_t c_step) {
-    multiply_widened(static_cast<const float *>(x), x_step / int64_t(sizeof(float)), rows, codes_of(w), w.columns, band,
-                     c, c_step);
+    multiply_widened(static_cast<const float *>(x), x_step / int64_t(sizeof(float)), rows, codes_of(w), w.columns,
+                     w.order, band, c, c_step);
 }
 
 const bool is_entered = enter_formats(kGrouped, {nullptr, nullptr, multiply});

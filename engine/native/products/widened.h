@@ -59,15 +59,23 @@ inline void widen_groups(const Blocks &w, int64_t band, int64_t first, int64_t l
     });
 }
 
-// c[i][0..32) = x_i . w, for rows of x that are x_step apart, and a band of w.
+// c[i][0..32) = x_i . w, for rows of x that are x_step apart, and a band of w. order: see Linear.
 template <class Codes>
-inline void multiply_widened(const float *x, int64_t x_step, int64_t rows, const Codes &w, int64_t columns, int64_t band,
-                             float *c, int64_t c_step) {
-    alignas(64) float wide[kWideColumns * kBand];
+inline void multiply_widened(const float *x, int64_t x_step, int64_t rows, const Codes &w, int64_t columns,
+                             const int32_t *order, int64_t band, float *c, int64_t c_step) {
+    constexpr int64_t kOrdered = 32;
+    alignas(64) float wide[kWideColumns * kBand], ordered[kOrdered * kWideColumns];
     const int64_t together = kWideColumns / w.group;
     for (int64_t g = 0; g < w.groups; g += together) {
-        const int64_t begin = g * w.group;
+        const int64_t begin = g * w.group, length = std::min(together * w.group, columns - begin);
         widen_groups(w, band, g, std::min(g + together, w.groups), wide);
-        multiply_band(x + begin, x_step, rows, wide, std::min(together * w.group, columns - begin), g == 0, c, c_step);
+        if (!order) multiply_band(x + begin, x_step, rows, wide, length, g == 0, c, c_step);
+        for (int64_t row = 0; order && row < rows; row += kOrdered) {
+            const int64_t count = std::min(kOrdered, rows - row);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t k = 0; k < length; ++k)
+                    ordered[i * kWideColumns + k] = x[(row + i) * x_step + order[begin + k]];
+            multiply_band(ordered, kWideColumns, count, wide, length, g == 0, c + row * c_step, c_step);
+        }
     }
 }

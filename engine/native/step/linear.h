@@ -91,13 +91,13 @@ class LinearLayers {
             use([&] {
                 unsigned char *memory = thread.worker.coded.reserve((rows + kSpare) * bytes);
                 for (int64_t t = 0; t < rows && !is_done; ++t)
-                    code_row(value(t), columns, group, memory + t * bytes);
+                    code(thread.worker, linear, value(t), memory + t * bytes);
                 is_done = true;
                 return Input{nullptr, 0, CodedRows::at(memory, columns, group)};
             });
             return;
         }
-        thread.run(rows, [&](int64_t t) { code_row(value(t), columns, group, state_.coded + t * bytes); });
+        thread.run(rows, [&](int64_t t) { code(thread.worker, linear, value(t), state_.coded + t * bytes); });
         use([&] { return Input{nullptr, 0, CodedRows::at(state_.coded, columns, group)}; });
     }
 
@@ -170,6 +170,15 @@ class LinearLayers {
     }
 
   private:
+    static void code(Worker &worker, const Linear &linear, const float *row, unsigned char *codes) {
+        if (linear.order) {
+            float *ordered = worker.ordered.reserve(linear.columns);
+            for (int64_t k = 0; k < linear.columns; ++k) ordered[k] = row[linear.order[k]];
+            row = ordered;
+        }
+        code_row(row, linear.columns, linear.group, codes);
+    }
+
     StepState &state_;
     const Model &m_;
     const Step &s_;

@@ -63,6 +63,7 @@ struct Worker {
     std::vector<std::unique_ptr<Attention>> attention;  // of each kind of heads
     Bytes normalised, gathered, coded;
     Buffer<float> adapted;  // what adapters read of some tokens
+    Buffer<float> ordered;  // a row, in the order of the layer that reads it
     std::unique_ptr<float[]> row;  // of x, before it is coded
     std::unique_ptr<float[]> head;
     std::unique_ptr<unsigned char[]> state;
@@ -82,7 +83,7 @@ struct Workspace {
                 attention.push_back(make_attention(rows, heads.head_dim));
             }
             const int64_t state_bytes = model.hidden * kWeightBytes;
-            workers.push_back({int(i), std::move(attention), {}, {}, {}, {},
+            workers.push_back({int(i), std::move(attention), {}, {}, {}, {}, {},
                                std::unique_ptr<float[]>(new float[model.hidden]),
                                std::unique_ptr<float[]>(new float[widest]),
                                std::unique_ptr<unsigned char[]>(new unsigned char[state_bytes])});

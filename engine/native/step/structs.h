@@ -16,6 +16,7 @@ struct Linear {
     int64_t bits;  // of a code that is an integer, or 0
     int64_t group, offset, has_half_scales;
     const void *scales, *zeros, *table;  // see Grouped
+    const int32_t *order;  // (columns) or null: of which column of x each column of the codes is
     int64_t has_minima;  // see Blocks, and for the factors
     const void *factors;
     int64_t is_by_band;  // see Fp8

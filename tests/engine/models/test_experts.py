@@ -17,13 +17,14 @@ from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.layer import routes
 from penstock.engine.native.features import check_features
+from penstock.engine.native.library import CODE_FORMATS
 from penstock.engine.native.model import NativeModel
 from tests.engine.executors.test_cpu import assign, generate
 from tests.support.changed_models import changed
 from tests.support.compiler import needs_compiler
 from tests.support.executors import cpu_executor
 from tests.support.paths import ROOT
-from tests.support.quantized_checkpoints import FORMATS
+from tests.support.quantized_checkpoints import FORMATS, gptq
 from tests.support.tiny_models import Harness, engine_config, make_batch, make_model, save
 from tests.support.weight_formats import coded
 
@@ -188,6 +189,34 @@ def test_an_fp8_checkpoint_of_experts_has_the_logits_of_its_values(tmp_path: Pat
     assert config.weight_bytes(4) == (
         held.step_weight_bytes + held.expert_bytes + held.embedding.nbytes
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("native", [True, False])
+def test_experts_that_each_order_their_columns_have_the_logits_of_their_values(
+    native: bool, tmp_path: Path
+) -> None:
+    model = make_model("qwen3_moe", moe_intermediate_size=32, head_dim=16)
+    mixture = save(model, tmp_path / "model")
+    plain, codes = load_file(mixture / "model.safetensors"), dict[str, Tensor]()
+    for seed, name in enumerate(list(plain)):
+        if not name.endswith("_proj.weight"):
+            codes[name] = plain[name]
+            continue
+        pack = gptq(4, 16, order_seed=seed if ".experts." in name else 0)
+        packed, weight = pack(plain[name].numpy())
+        plain[name] = torch.from_numpy(weight)
+        layer = name.removesuffix(".weight")
+        codes |= {f"{layer}.{end}": tensor.contiguous() for end, tensor in packed.items()}
+    settings = FORMATS["gptq-act-order"].settings
+    path = edited(mixture, tmp_path / "codes", codes, quantization_config=settings)
+    values = edited(mixture, tmp_path / "values", plain)
+    found = logits_of(path, native=native, has_codes=native)
+    torch.testing.assert_close(found, logits_of(values), atol=1e-4, rtol=0)
+    config, kept = ModelConfig.from_dir(path), AsStored(CODE_FORMATS)
+    held: Any = harness(path, make_linear=PlainLinear, kept=kept).model
+    assert held.expert_bytes == config.expert_bytes(4, kept.num_bytes)
+    assert held.step_weight_bytes == config.step_weight_bytes(4, kept.num_bytes)
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

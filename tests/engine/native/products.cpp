@@ -103,7 +103,7 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
     std::vector<float> together(rows * kBand), alone(kBand), exact(rows * kBand);
     const TileScope tiles;
     for (int64_t band = 0; band < banded_rows(columns) / kBand; ++band) {
-        multiply_widened(floats.data(), length, rows, w, length, band, exact.data(), kBand);
+        multiply_widened(floats.data(), length, rows, w, length, nullptr, band, exact.data(), kBand);
         const CodedRows coded = CodedRows::at(memory.data(), length, group);
         multiply_codes(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
@@ -194,7 +194,7 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
     }
     const CodedRows coded = CodedRows::at(memory.data(), length, of.group);
     for (int64_t band = 0; band < padded / kBand; ++band) {
-        multiply_widened(floats.data(), length, rows, w, length, band, exact.data(), kBand);
+        multiply_widened(floats.data(), length, rows, w, length, nullptr, band, exact.data(), kBand);
         multiply_blocks(coded, 0, rows, w, band, together.data(), kBand);
         for (int64_t row = 0; row < rows; ++row) {
             multiply_blocks(coded, row, 1, w, band, alone.data(), kBand);

@@ -1,1 +1,1 @@
-"""GPTQ: symmetric integers, packed along the columns of a weight."""
+"""GPTQ: integers packed along the columns of a weight."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import StoredLinear
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from tests.support.compiler import needs_compiler
+from tests.support.paths import DEMO_MODEL
 from tests.support.quantized_checkpoints import FORMATS, QuantizedFormat, fp8, gptq, save_quantized
 from tests.support.tiny_models import Harness, make_model
 
@@ -130,6 +132,46 @@ def test_dynamic_settings_of_gptq_change_and_exclude_layers(tmp_path: Path) -> N
     config = ModelConfig.from_dir(tmp_path)
     assert config.quantization is not None
     assert config.quantization.scheme_of("model.layers.1.mlp.down_proj") is None
+
+
+@needs_compiler
+def test_layers_that_are_stacked_may_have_different_orders_and_the_log_says_what_that_costs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packs = {"k_proj": gptq(4, 16, order_seed=2), "up_proj": gptq(4, 16, order_seed=3)}
+    model = saved(tmp_path, FORMATS["gptq-act-order"], packs=packs)
+    found = our_logits(tmp_path, native=True)
+    torch.testing.assert_close(found, logits_of(model), atol=TOLERANCE, rtol=0)
+    messages = [each for each in caplog.messages if "order their columns differently" in each]
+    assert len(messages) == 2 * 3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_of_0_borrows_from_its_neighbour_in_version_1(bits: int, tmp_path: Path) -> None:
+    settings = FORMATS["gptq-asym"].settings | {"bits": bits}
+    quantized = QuantizedFormat("GPTQ", settings, gptq(bits, 16, symmetric=False), "int4")
+    model = make_model("llama2", **SIZES)
+    q_proj = model.model.layers[0].self_attn.q_proj
+    q_proj.weight.data[::3].abs_()
+    save_quantized(model, tmp_path, quantized)
+    linear = read(tmp_path, (64, 64), "model.layers.0.self_attn.q_proj")
+    assert torch.equal(weight_of(linear, 64), q_proj.weight)
+
+
+def test_a_symmetric_layer_may_have_the_zeros_of_version_2_and_say_version_1(
+    tmp_path: Path,
+) -> None:
+    model = saved(tmp_path, replace(FORMATS["gptq-v2"], settings=FORMATS["gptq4"].settings))
+    torch.testing.assert_close(our_logits(tmp_path), logits_of(model), atol=TOLERANCE, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gptq4", "gptq-act-order", "gptq-asym", "awq"])
+def test_trained_weights_have_the_logits_of_their_values(name: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    save_quantized(model, tmp_path, FORMATS[name])
+    found = our_logits(tmp_path, native=True)
+    torch.testing.assert_close(found, logits_of(model), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("block", [(48, 32), (128, 128)])

@@ -68,7 +68,7 @@ def test_the_parts_of_all_ranks_are_the_whole(name: str, tmp_path: Path) -> None
         assert torch.cat(joined).equal(whole)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
 def test_a_rank_has_the_bytes_that_config_json_implies(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path, FORMATS[name])
     shard = Shard(model, 1, 2)
