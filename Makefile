@@ -64,10 +64,11 @@ test-llama: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats/test_llama_server.py
 
 # What rounding the weights of the demo model costs, beside llama.cpp's Q8_0 and Q4_K_M: a table of docs/serving.md.
-# Takes two minutes, and five more where llama.cpp is not installed yet.
+# And what rounding activations beside codes costs: a table of docs/quantized.md. Takes six minutes, and five more where llama.cpp is not installed yet.
 quality: .venv/installed-dev
 	$(BIN)/python -m tests.bench.peers install --peer llama
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.formats.quality
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.formats.activations
 
 # 200 JSON schemas on the demo model and on random weights: every finished output must validate.
 test-schemas: .venv/installed-dev

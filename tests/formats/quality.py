@@ -37,7 +37,7 @@ from tests.support.tiny_models import Harness
 _BLOCK_SIZE = 16
 _KINDS = ("Q8_0", "Q4_K_M")  # of llama.cpp
 _DEMO_ROWS = (16, 2048)  # sequences, and tokens of each
-_STORY_ROWS = (32, 256)
+STORY_ROWS = (32, 256)
 
 
 def held_out_text() -> Tensor:
@@ -50,7 +50,7 @@ def held_out_text() -> Tensor:
 
 def own_stories(harness: Harness) -> Tensor:
     """Drawn from the model itself: (sequences, tokens). It has a slot for each."""
-    count, length = _STORY_ROWS
+    count, length = STORY_ROWS
     generator = torch.Generator().manual_seed(0)
     ids = torch.ones(count, length, dtype=torch.int64)  # the first is that of a beginning
     for place in range(length - 1):
@@ -70,11 +70,11 @@ def logits_of(harness: Harness, text: Tensor) -> Tensor:
 
 
 def harness_of(model: Path, num_sequences: int = 1, **options: object) -> Harness:
-    """Which computes by torch, in float32."""
-    length = max(_DEMO_ROWS[1], _STORY_ROWS[1]) if num_sequences == 1 else _STORY_ROWS[1]
+    """Which computes by torch, in float32 and without codes, unless options say otherwise."""
+    length = max(_DEMO_ROWS[1], STORY_ROWS[1]) if num_sequences == 1 else STORY_ROWS[1]
     length = min(length, ModelConfig.from_dir(model).max_model_len)
-    sizes = {"max_len": length, "block_size": _BLOCK_SIZE}
-    return Harness(model, num_sequences, kept=AsStored(), **sizes, **options)
+    defaults = {"max_len": length, "block_size": _BLOCK_SIZE, "kept": AsStored()}
+    return Harness(model, num_sequences, **(defaults | options))
 
 
 def rounded(model: Path) -> Iterator[tuple[str, float, Harness]]:
@@ -110,7 +110,7 @@ def main() -> None:
         if not model.exists():
             continue
         is_demo = model == DEMO_MODEL
-        text = held_out_text() if is_demo else own_stories(harness_of(model, _STORY_ROWS[0]))
+        text = held_out_text() if is_demo else own_stories(harness_of(model, STORY_ROWS[0]))
         expected = logits_of(harness_of(model), text)
         with TemporaryDirectory() as folder:
             methods = [rounded(model)]

@@ -136,13 +136,11 @@ def rounded(weight: Array, group: int, bits: int, *, symmetric: bool) -> tuple[A
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     middle, most = 2 ** (bits - 1), 2**bits - 1
-    if symmetric:
-        scales = np.abs(grouped).max(-1) / (middle - 1)
-        scales = scales.astype(np.float16)
-        zeros = np.full(scales.shape, middle)
-    else:
-        low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
-        scales = ((high - low) / most).astype(np.float16)
+    low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
+    scales = np.maximum(-low, high) / (middle - 1) if symmetric else (high - low) / most
+    scales = np.where(scales == 0, 1, scales).astype(np.float16)
+    zeros = np.full(scales.shape, middle)
+    if not symmetric:
         zeros = np.clip(np.rint(-low / scales.astype(np.float32)), 0, most).astype(int)
     codes = np.rint(grouped / scales.astype(np.float32)[..., None]) + zeros[..., None]
     return np.clip(codes, 0, most).astype(int).reshape(rows, columns), scales, zeros
