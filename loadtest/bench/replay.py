@@ -138,13 +138,15 @@ async def _send_all(
 @contextlib.asynccontextmanager
 async def _watched(line: Callable[[float], str] | None) -> AsyncIterator[None]:
     """Shows the progress of a replay, and keeps the collector from scanning what lives long."""
+    was_frozen = gc.get_freeze_count() > 0  # by who imports this, and then it stays so
     gc.collect()
     gc.freeze()
     watcher = None if line is None else asyncio.create_task(_show_progress(line))
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
