@@ -90,9 +90,10 @@ def tokenized_together(
     model: ServedModel,
 ) -> list[tuple[int, ...]]:
     """As `tokenized`, for each param and its text. Also raises what `check_together` does."""
-    together, num_tokens, most = [], 0, fields.truncate_prompt_tokens or -1
+    together, num_tokens = [], 0
     for param, text in prompts:
-        ids = tokenized(text, encode, fields, model, param)
+        own = fields.fields_of(param)
+        ids, most = tokenized(text, encode, own, model, param), own.truncate_prompt_tokens or -1
         together.append(ids)
         num_tokens += min(len(ids), model.max_model_len if most < 0 else most)
         check_together(num_tokens, len(together), param.partition("[")[0])

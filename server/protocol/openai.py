@@ -188,6 +188,10 @@ class PromptFields(ParsedRequest):
             message = "truncate_prompt_tokens must be at least 1, or -1 for the most that fit"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
 
+    def fields_of(self, param: str) -> "PromptFields":
+        """Returns those that hold for the input that stands there."""
+        return self
+
 
 class GenerationFields(PromptFields):
     """The fields that both endpoints take."""

@@ -159,7 +159,6 @@ class RerankRequest(PooledFields):
     kind: ClassVar = "rerank"
     neutral: ClassVar = {
         **PooledFields.neutral,
-        "max_tokens_per_doc": (4096,),
         "rank_fields": (["text"],),
     }
 
@@ -167,6 +166,20 @@ class RerankRequest(PooledFields):
     documents: Annotated[list[str | TextObject], Field(fail_fast=True)]
     top_n: int | None = Field(None, ge=0)  # 0: all, as at vLLM
     return_documents: bool | None = None
+    max_tokens_per_doc: int | None = Field(None, ge=0)  # 0: all, as at vLLM
+
+    def _check(self) -> None:
+        super()._check()
+        if self.max_tokens_per_doc and self.truncate_prompt_tokens is not None:
+            message = "max_tokens_per_doc cannot be combined with truncate_prompt_tokens"
+            raise InvalidRequest(message, param="max_tokens_per_doc")
+
+    def fields_of(self, param: str) -> PromptFields:
+        """Only the first tokens of a document are kept."""
+        if not self.max_tokens_per_doc or not param.startswith("documents"):
+            return self
+        most = {"truncate_prompt_tokens": self.max_tokens_per_doc, "truncation_side": "right"}
+        return self.model_copy(update=most)
 
     @property
     def texts(self) -> list[str]:
@@ -260,8 +273,8 @@ async def _requests(
     fields, model = received.fields, received.model
     _check_inputs(inputs)
     texts = {param: text for param, text in inputs.items() if isinstance(text, str)}
-    if fields.truncate_prompt_tokens is None:
-        for param, text in texts.items():
+    for param, text in texts.items():
+        if fields.fields_of(param).truncate_prompt_tokens is None:
             check_could_fit(model, param, num_chars=len(text))
     num_chars = sum(map(len, inputs.values()))  # many ids take their time too
     prompts = await off_loop(partial(_encoded, fields, model), inputs, num_chars)
@@ -284,7 +297,8 @@ def _encoded(
     encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
     prompts = tokenized_together(inputs.items(), encode, fields, model)
     return [
-        _fitted(prompt, fields, model, param) for param, prompt in zip(inputs, prompts, strict=True)
+        _fitted(prompt, fields.fields_of(param), model, param)
+        for param, prompt in zip(inputs, prompts, strict=True)
     ]
 
 
@@ -306,7 +320,7 @@ def _check_number(num_inputs: int, param: str) -> None:
 
 
 def _fitted(
-    prompt: tuple[int, ...], fields: PooledFields, model: ServedModel, param: str
+    prompt: tuple[int, ...], fields: PromptFields, model: ServedModel, param: str
 ) -> tuple[int, ...]:
     limit = model.info.max_model_len
     check_prompt(prompt, model.info.vocab_size, param)

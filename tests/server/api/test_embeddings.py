@@ -188,6 +188,21 @@ def test_rerank_orders_the_documents_by_their_scores(server: RunningServer, path
     assert few == [{k: r[k] for k in ("index", "relevance_score")} for r in results[:2]]
 
 
+def test_a_document_is_cut_to_its_first_tokens_and_the_query_is_not(server: RunningServer) -> None:
+    query, other = "Once upon a time there was", " a cat" * 5_000
+    ids = server.post("/tokenize", {"prompt": query}).json()["tokens"]
+    documents = [query + other, "Once", other]
+    fields = {"query": query, "documents": documents, "max_tokens_per_doc": len(ids)}
+    body = server.post("/rerank", fields).json()
+    assert body["results"][0]["index"] == 0
+    assert body["results"][0]["relevance_score"] == pytest.approx(1.0)
+    assert body["results"][0]["document"] == {"text": documents[0]}
+    few = server.post("/tokenize", {"prompt": "Once"}).json()["count"]
+    assert body["usage"]["total_tokens"] == 3 * len(ids) + few
+    whole = server.post("/rerank", fields | {"max_tokens_per_doc": 0})
+    assert whole.status_code == 400 and whole.json()["error"]["param"] == "documents[0]"
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -195,7 +210,17 @@ def test_rerank_orders_the_documents_by_their_scores(server: RunningServer, path
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1]"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
-        ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 7}, None),
+        ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": -1}, None),
+        (
+            "/rerank",
+            {
+                "query": "a",
+                "documents": ["a"],
+                "max_tokens_per_doc": 7,
+                "truncate_prompt_tokens": 9,
+            },
+            None,
+        ),
         ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
         ("/score", {"queries": "a"}, "documents"),
         ("/score", {"queries": [], "documents": []}, "queries"),
