@@ -112,6 +112,8 @@ def test_what_is_set_up_answers_as_the_cpu_executor_and_refuses_an_adapter(
 def test_quantized_weights_stay_in_codes_and_are_counted_so(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """But for codes in an order of their own, which no kernel reads: these become plain."""
+    is_plain = "act-order" in name
     path = tmp_path / "codes"
     model = make_model("qwen3", intermediate_size=128)  # whole groups
     save(save_quantized(model, path, FORMATS[name]), tmp_path / "plain")
@@ -119,13 +121,14 @@ def test_quantized_weights_stay_in_codes_and_are_counted_so(
     plain, config = interpreted(tmp_path / "plain"), interpreted(path)
     (expected,) = SteppedEngine(plain).run(requests)
     executor = cuda_executor(config, path, Interpreter())
-    assert "stored as" not in caplog.text
+    assert ("stored as" in caplog.text) == is_plain
     (found,) = SteppedEngine(config, executor).run(requests)
     assert ids_of(found) == ids_of(expected)
     served = ModelConfig.from_dir(path)
     kept = OnGpu(torch.device("cpu")).num_bytes
     assert executor.info.weight_bytes == served.step_weight_bytes(4, kept)
-    assert executor.info.weight_bytes < served.step_weight_bytes(4, AsStored().num_bytes)
+    stored_bytes = served.step_weight_bytes(4, AsStored().num_bytes)
+    assert is_plain or executor.info.weight_bytes < stored_bytes
 
 
 @pytest.mark.slow
