@@ -53,8 +53,9 @@ class Pooler:
             problem=None if config.pooling else problem,
         )
 
-    def check(self, dimensions: int | None) -> None:
-        """Raises InvalidRequest if the model has no embeddings of these dimensions."""
+    def check(self, dimensions: int | None, param: str = "dimensions") -> None:
+        """Raises InvalidRequest if the model has no embeddings of these dimensions, which the
+        field `param` wants."""
         if self.problem:
             raise InvalidRequest(self.problem, code="pooling_not_served")
         if dimensions is None:
@@ -63,12 +64,12 @@ class Pooler:
             hint = (
                 f"this model's embeddings have {self.hidden_size} numbers and cannot be truncated"
             )
-            raise UnsupportedParameter("dimensions", f"{hint}; leave it out")
+            raise UnsupportedParameter(param, f"{hint}; leave it out")
         allowed = self.matryoshka or range(1, self.hidden_size + 1)
         if dimensions not in allowed:
             lengths = " or ".join(map(str, self.matryoshka)) or f"from 1 to {self.hidden_size}"
-            message = f"dimensions is {dimensions}; this model's embeddings may have {lengths}"
-            raise InvalidRequest(message, param="dimensions")
+            message = f"{param} is {dimensions}; this model's embeddings may have {lengths}"
+            raise InvalidRequest(message, param=param)
 
     def embedding(self, state: bytes, dimensions: int | None = None) -> "array[float]":
         """state: pooled, float32. It is truncated, and then normalized if the model says so."""

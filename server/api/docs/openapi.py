@@ -20,7 +20,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.server.api.common import json_response
-from penstock.server.api.embeddings.routes import EmbeddingRequest, RerankRequest, ScoreRequest
+from penstock.server.api.embeddings.routes import (
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from penstock.server.api.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from penstock.server.errors import ANTHROPIC_PATH
 from penstock.server.protocol.anthropic import CountTokensRequest, MessagesRequest
@@ -60,6 +65,7 @@ _OPERATIONS = {
     ),
     "/v1/messages/count_tokens": _Operation("input_tokens", (CountTokensRequest,)),
     "/v1/embeddings": _Operation("object model data usage", (EmbeddingRequest,)),
+    "/v2/embed": _Operation("id embeddings texts meta response_type", (CohereEmbedRequest,)),
     "/completion": _Operation(
         "index content stop tokens_predicted", (LlamaCompletionRequest,), streams=True
     ),

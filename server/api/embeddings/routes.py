@@ -1,5 +1,5 @@
-"""`/v1/embeddings`, as OpenAI has it, vLLM's `/v1/score`: how alike two texts are, and the
-`/rerank` of Cohere and Jina: which documents are most like a query."""
+"""`/v1/embeddings`, as OpenAI has it, and Cohere's `/v2/embed`; vLLM's `/v1/score`: how alike two
+texts are, and the `/rerank` of Cohere and Jina: which documents are most like a query."""
 
 import asyncio
 import base64
@@ -49,6 +49,7 @@ router = APIRouter()
 _NO_ANSWER = SamplingParams(max_tokens=0, seed=0)
 _EXPECTED = {
     "input": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "texts": "must be a list of strings",
     "text_1": "must be a string or a list of strings",
     "text_2": "must be a string or a list of strings",
     "queries": "must be a string or a list of strings",
@@ -93,6 +94,37 @@ class EmbeddingRequest(PooledFields):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return {"input": given}
         return _numbered("input", given)
+
+
+class CohereEmbedRequest(PooledFields):
+    """`POST /v2/embed`. Its quantized types of embeddings are not served."""
+
+    neutral: ClassVar = {**PooledFields.neutral, "inputs": (), "images": ()}
+    hints: ClassVar = dict.fromkeys(("inputs", "images"), "send texts")
+
+    texts: Annotated[list[str], Field(fail_fast=True)]
+    embedding_types: list[Literal["float", "base64"]] | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    output_dimension: int | None = Field(None, ge=1)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("truncate_prompt_tokens", "truncation_side"):
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name} is truncate or max_tokens here", param=name)
+
+    @property
+    def inputs(self) -> dict[str, str | list[int]]:
+        return _numbered("texts", self.texts)
+
+    def fields_of(self, param: str) -> PromptFields:
+        """A text that is too long is cut, at its end unless the client says otherwise."""
+        if self.truncate == "NONE":
+            return self
+        side = "left" if self.truncate == "START" else "right"
+        most = {"truncate_prompt_tokens": self.max_tokens or -1, "truncation_side": side}
+        return self.model_copy(update=most)
 
 
 class ScoreRequest(PooledFields):
@@ -222,6 +254,35 @@ async def embeddings(http: HttpRequest) -> Response:
         requests = await _requests(received, fields.inputs)
         values = await pooled(received.service, requests, written)
         return json_response(_head("embd", received, requests) | _listed("embedding", values))
+
+    return await unless_disconnected(http.receive, answer()) or response_to_nobody()
+
+
+@router.post("/v2/embed")
+async def cohere_embed(http: HttpRequest) -> Response:
+    received = await receive(http, CohereEmbedRequest.parse)
+    fields, pooler = received.fields, received.model.pooler
+    types = dict.fromkeys(fields.embedding_types or ["float"])
+
+    def written(state: bytes) -> list[msgspec.Raw]:
+        dimensions = fields.output_dimension
+        return [_as_json(pooler.embedding(state, dimensions), kind) for kind in types]
+
+    async def answer() -> Response:
+        pooler.check(fields.output_dimension, "output_dimension")
+        requests = await _requests(received, fields.inputs)
+        columns = zip(*await pooled(received.service, requests, written), strict=True)
+        head = _head("embd", received, requests)
+        units = {"input_tokens": head["usage"]["prompt_tokens"]}
+        return json_response(
+            {
+                "id": head["id"],
+                "texts": fields.texts,
+                "embeddings": dict(zip(types, columns, strict=True)),
+                "meta": {"api_version": {"version": "2"}, "billed_units": units},
+                "response_type": "embeddings_by_type",
+            }
+        )
 
     return await unless_disconnected(http.receive, answer()) or response_to_nobody()
 

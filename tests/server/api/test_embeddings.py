@@ -7,6 +7,7 @@ import shutil
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,35 @@ def test_a_repeated_text_finds_its_prefix_unless_another_salt_keeps_it_apart(
     assert hits[0] == hits[2] == 0 and hits[1] > 100
 
 
+def test_coheres_embed_answers_with_the_same_vectors_by_type(server: RunningServer) -> None:
+    fields = {"texts": TEXTS, "input_type": "search_document"}
+    response = server.post("/v2/embed", fields | {"embedding_types": ["base64", "float"]})
+    body = response.json()
+    floats = body["embeddings"]["float"]
+    assert floats == [pytest.approx(each, abs=1e-5) for each in vectors(server, input=TEXTS)]
+    read = [list(array("f", base64.b64decode(text))) for text in body["embeddings"]["base64"]]
+    assert read == [pytest.approx(each) for each in floats]
+    assert body["texts"] == TEXTS and body["response_type"] == "embeddings_by_type"
+    num_tokens = ask(server, input=TEXTS)["usage"]["prompt_tokens"]
+    assert body["meta"]["billed_units"] == {"input_tokens": num_tokens}
+    assert response.headers["x-ignored-fields"] == "input_type"
+    assert list(server.post("/v2/embed", fields).json()["embeddings"]) == ["float"]
+
+
+def test_coheres_embed_cuts_a_long_text_at_the_end_that_truncate_names(
+    server: RunningServer,
+) -> None:
+    text, other = "Once upon a time there was", " a cat" * 5_000
+    size = server.post("/tokenize", {"prompt": text}).json()["count"]
+    (whole,) = vectors(server, input=text)
+    fields = {"texts": [text + other], "max_tokens": size}
+    for more, is_same in (({}, True), ({"truncate": "END"}, True), ({"truncate": "START"}, False)):
+        (vector,) = server.post("/v2/embed", fields | more).json()["embeddings"]["float"]
+        assert (vector == pytest.approx(whole, abs=1e-5)) is is_same
+    refused = server.post("/v2/embed", fields | {"truncate": "NONE"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "texts[0]"
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_rerank_orders_the_documents_by_their_scores(server: RunningServer, path: str) -> None:
     documents = ["a dragon", {"text": "Once upon a time"}, "a cat"]
@@ -221,6 +251,11 @@ def test_a_document_is_cut_to_its_first_tokens_and_the_query_is_not(server: Runn
             },
             None,
         ),
+        ("/v2/embed", {"texts": "a"}, "texts"),
+        ("/v2/embed", {"inputs": [{"content": []}], "texts": ["a"]}, "inputs"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 32}, "output_dimension"),
+        ("/v2/embed", {"texts": ["a"], "truncation_side": "left"}, "truncation_side"),
         ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
         ("/score", {"queries": "a"}, "documents"),
         ("/score", {"queries": [], "documents": []}, "queries"),
