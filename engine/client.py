@@ -64,6 +64,7 @@ from penstock.engine.process.logs import (
 from penstock.engine.process.logs import fields as log_fields  # what a line has beside its message
 from penstock.engine.process.logs import flush_all as flush_logs  # before os._exit
 from penstock.engine.process.phases import LoadProgress  # the phase of the start, and how far it is
+from penstock.engine.process.python_path import python_path  # of a process of this package
 from penstock.engine.step.messages import (
     StepReport,  # what one step computed, for metrics
     new_request_id,  # from the HTTP request's id

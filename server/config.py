@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from penstock.engine.client import EngineConfig, LogFormat
+from penstock.engine.client import EngineConfig, LogFormat, python_path
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 
@@ -155,4 +155,4 @@ def bare_environment() -> dict[str, str]:
     """Returns no more than the interpreter needs to run a module of this package. Processes that
     work on what a client has sent get it: keys and tokens of the server are none of it."""
     needed = {name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ}
-    return needed | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return needed | {"PYTHONPATH": python_path()}

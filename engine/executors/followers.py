@@ -25,6 +25,7 @@ import msgspec
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.process.linux import is_stopped
+from penstock.engine.process.python_path import python_path
 from penstock.engine.ranks.group import RankFailed
 from penstock.engine.ranks.layout import RankLayout
 from penstock.engine.step.messages import AdapterLoaded, LoadAdapter, UnloadAdapter
@@ -144,6 +145,7 @@ class _Follower:
                 [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
+                env=os.environ | {"PYTHONPATH": python_path()},
             )
         self.channel = Channel(ours, LastWords | AdapterLoaded)
         self.pidfd = os.pidfd_open(self.process.pid)

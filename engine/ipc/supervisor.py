@@ -26,6 +26,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.process.linux import is_stopped
 from penstock.engine.process.phases import LoadProgress
+from penstock.engine.process.python_path import python_path
 from penstock.engine.step.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
@@ -180,7 +181,7 @@ class EngineProcess:
             start_new_session=True,
             pass_fds=(beats,) if kv_memory is None else (beats, kv_memory),
             # Threads that spin while they wait take the core that the server needs.
-            env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ),
+            env={"OMP_WAIT_POLICY": "PASSIVE"} | dict(os.environ) | {"PYTHONPATH": python_path()},
         )
 
     def send(self, message: OnWire) -> None:

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.engine.client import CLEAR_LINE
@@ -240,3 +242,20 @@ def test_an_interrupt_before_a_command_answers_it_is_an_exit_code_and_no_traceba
 
     monkeypatch.setattr(function, interrupted)
     assert main([command]) == 128 + signal.SIGINT
+
+
+def test_a_checkout_that_is_not_installed_is_found_by_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    # No .pth file is read there, so it has the packages without this one.
+    packages = str(Path(msgspec.__file__).parents[1])
+    server = RunningServer("--scripted", env={"PYTHONPATH": packages})
+    try:
+        server.wait_until_ready()
+        body = {"structured_outputs": {"regex": "[ab]{4}"}}  # compiled in a process of its own
+        text = server.complete(**body).raise_for_status().json()["choices"][0]["text"]
+        assert re.fullmatch("[ab]{4}", text)
+    finally:
+        server.stop()
