@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu gpu-bundle gpu-rehearsal kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -195,6 +195,16 @@ bench-peers: .venv/installed-dev
 # gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
 bench-gpu: .venv/installed-dev
 	$(BIN)/python -m tests.bench.gpu.suite $(ARGS)
+
+# What a machine with a GPU needs that has torch and Triton, but no network, in one archive, and the command
+# to run there. ARGS="--flash-attn-3 WHEEL" takes FlashAttention 3 along from a wheel of vLLM.
+gpu-bundle: .venv/installed-dev
+	$(BIN)/python -m tests.bench.gpu.bundle $(ARGS)
+
+# That archive's suite at toy sizes in such an environment, without a network and without a GPU. It downloads
+# torch's build for CUDA first (5 GB); then it takes three minutes. It needs Python 3.12.
+gpu-rehearsal: gpu-bundle
+	$(BIN)/python -m tests.bench.gpu.rehearsal
 
 # What a version of Triton makes of the kernels on Hopper: registers, shared memory, matrix units. 3.6.0
 # comes with torch 2.11, the oldest that the GPU suite takes. Fails if a kernel is over a limit.

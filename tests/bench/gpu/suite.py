@@ -1,10 +1,11 @@
 """`python -m tests.bench.gpu.suite`: the first day on a GPU, and every one after it.
 
 What the machine needs: one GPU with its driver, torch for it (2.11 or later), Triton (torch brings
-it), and the other dependencies of penstock and of its tests; 20 GB of disk for the part `ready`;
-for the comparison with FlashAttention 3 --flash-attn-3 with a folder that has _vllm_fa3_C.abi3.so
-and flash_attn_interface.py of a vLLM wheel that was built for the same torch. No weights and no
-network: models are random, in the shapes of configs/models.
+it), and the other dependencies of penstock and of its tests, which are taken from build/gpu-bundle
+where they are missing (`make gpu-bundle`); 20 GB of disk for the part `ready`; for the comparison
+with FlashAttention 3 --flash-attn-3 with a folder that has _vllm_fa3_C.abi3.so and
+flash_attn_interface.py of a vLLM wheel that was built for the same torch, unless the bundle has
+them. No weights and no network: models are random, in the shapes of configs/models.
 
 The first part, `probe`, climbs from one kernel to the engine's own start, and finds how kernels may
 be launched here: in CUDA graphs or one by one, started early (PDL) or not. All later parts run in
@@ -24,7 +25,6 @@ nothing.
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import signal
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.scheduler.errors import InvalidConfig
+from tests.bench.gpu import carried
 from tests.bench.gpu.goals import table, verdicts
 from tests.bench.gpu.memory import GpuMemory
 from tests.bench.gpu.parts import PARTS, Part, Run, chosen, estimates
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
         run = Run(
             record,
             tiny=args.tiny,
-            flash_attn_3=args.flash_attn_3,
+            flash_attn_3=args.flash_attn_3 or (None if args.tiny else carried.flash_attn_3()),
             way=_way(record, args),
             simulated=_simulated(args.simulate),
             patience=args.patience,
@@ -95,8 +96,7 @@ def main(argv: list[str]) -> int:
 
 def _run(run: Run, parts: list[Part], ends_s: float) -> None:
     run.part = "suite"
-    missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := carried.use(_MODULES):
         run.fail("", f"these modules are missing: {', '.join(missing)}")
     memory = GpuMemory(run.record.log)
     for part in parts:

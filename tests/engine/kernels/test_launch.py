@@ -32,6 +32,7 @@ def test_kernels_start_early_on_supported_devices_unless_disabled(
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.delenv("PENSTOCK_PDL", raising=False)  # which the suite of a GPU may have set
     if environment is not None:
         monkeypatch.setenv("PENSTOCK_PDL", environment)
     _device_overlaps.cache_clear()
