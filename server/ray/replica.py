@@ -13,6 +13,7 @@ from penstock.server.app import build_app
 from penstock.server.config import ServeConfig
 from penstock.server.http.middleware import LastResort
 from penstock.server.observability.request_log import request_id
+from penstock.server.ray.environment import close_to_others
 from penstock.server.service import Service, State
 
 NUM_OPEN, AT_S = "num_open", "at_s"
@@ -24,6 +25,7 @@ class Replica:
     first request and every few seconds from then on."""
 
     def __init__(self, config: ServeConfig) -> None:
+        close_to_others()
         self._config = config
         self._service: Service | None = None
 

@@ -21,6 +21,7 @@ from penstock.server.observability.progress import Progress
 from penstock.server.observability.request_log import request_id
 from penstock.server.prompt.model import find_model, read_prompt_files
 from penstock.server.prompt.tokenizer import PromptEncoder
+from penstock.server.ray.environment import close_to_others
 from penstock.server.ray.prompt_key import body_digests, conversation_digests
 from penstock.server.ray.replica import AT_S, NUM_OPEN
 
@@ -97,6 +98,7 @@ class Ingress:
     """One process of each node. replicas: the deployment that it chooses from."""
 
     def __init__(self, config: ServeConfig, replicas: DeploymentHandle) -> None:
+        close_to_others()
         self._config = config
         self._replicas = replicas
         self._encoder: PromptEncoder | None = None

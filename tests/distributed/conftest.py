@@ -1,5 +1,6 @@
-"""One Ray, with two replicas of the scripted engine, for all tests of a file."""
+"""A Ray with two replicas of the scripted engine, for all tests of a file."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +17,35 @@ from typing import Any
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.serving import free_port
+from tests.support.serving import free_port, wait_until
 
 # Longer than any stream of these tests.
 DRAIN_S = 60
 _START_S = 280.0
 _STOP_S = 120.0
+# Ray's own end by themselves when the one that started them has.
+_LEFT_S = 30.0
+# A variable that all processes of one deployment have, wherever Ray has put them.
+_MARK = "PENSTOCK_TESTS_DEPLOYMENT"
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """url: of HAProxy. flags: what `build` is given."""
+    """url: of HAProxy. flags: what `build` is given. mark: see `_MARK`."""
 
     url: str
     flags: dict[str, Any]
     log: Path
+    mark: str
+
+    def processes(self) -> dict[int, str]:
+        """The command line of each, by its process id."""
+        found = {}
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if f"{_MARK}={self.mark}".encode() in (process / "environ").read_bytes():
+                    found[int(process.name)] = (process / "cmdline").read_text()
+        return found
 
     def redeploy(self, **changes: Any) -> subprocess.Popen[bytes]:
         flags = {**self.flags, **changes}
@@ -39,9 +55,16 @@ class Deployed:
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with deploy(tmp_path_factory.mktemp("ray")) as deployed:
+        yield deployed
+
+
+@contextlib.contextmanager
+def deploy(folder: Path, **more_flags: Any) -> Iterator[Deployed]:
+    """Also when a test has failed, none of its processes is left at the end."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'penstock[ray]'")
-    port, log = free_port(), tmp_path_factory.mktemp("ray") / "log"
+    port, log, mark = free_port(), folder / "log", uuid.uuid4().hex
     flags = {
         "scripted": True,
         "scripted-step-ms": 20,
@@ -49,16 +72,17 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         "num-cpus": 0.5,
         "port": port,
         "shutdown-timeout": DRAIN_S,
+        **more_flags,
     }
     words = [f"--{k}" if v is True else f"--{k}={v}" for k, v in flags.items()]
     command = [sys.executable, "-m", "penstock", "ray", *words]
     with log.open("wb") as file:
-        server = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=ROOT, env=os.environ | {"RAY_DEDUP_LOGS": "0"}
-        )
+        variables = os.environ | {"RAY_DEDUP_LOGS": "0", _MARK: mark}
+        server = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=variables)
+    deployed = Deployed(f"http://127.0.0.1:{port}", flags, log, mark)
     try:
         _until_ready(server, log)
-        yield Deployed(f"http://127.0.0.1:{port}", flags, log)
+        yield deployed
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -68,6 +92,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
             server.wait()
             raise
     assert server.returncode == 0
+    wait_until(lambda: not deployed.processes(), _LEFT_S)
 
 
 def _until_ready(server: subprocess.Popen[bytes], log: Path) -> None:

@@ -5,13 +5,17 @@ python -m tests.distributed.redeploy '{"num-replicas": 1, "scripted": true}'
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from penstock.server.ray import environment
 
 
 def redeploy(arguments: dict[str, Any]) -> None:
-    environment.apply(float(arguments["shutdown-timeout"]))
+    environment.apply(environment.variables(float(arguments["shutdown-timeout"])))
+    with tempfile.TemporaryDirectory() as unused:  # HAProxy runs already
+        environment.apply(environment.variables_here(Path(unused), "haproxy"))
     import ray
     from ray import serve
 

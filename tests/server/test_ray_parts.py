@@ -67,7 +67,7 @@ def test_a_body_without_a_prompt_that_can_be_read_has_no_digests(
 
 def test_haproxy_keeps_its_connections_for_longer_than_a_drain() -> None:
     given = {"RAY_worker_niceness": "3"}
-    environment.apply(60, given)
+    environment.apply(environment.variables(60), given)
     assert int(given["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 60
     assert given["RAY_worker_niceness"] == "3"  # what the operator has set stays
 
