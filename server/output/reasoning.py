@@ -19,6 +19,8 @@ class Markers(NamedTuple):
 
 
 _THINK = Markers("<think>", "</think>")
+# Whitespace around markers; a model that writes more of it writes text.
+_MAX_SPACE = 256
 
 
 class ReasoningFormat(StrEnum):
@@ -139,7 +141,7 @@ class ReasoningSplitter:
         prefix = self._held.lstrip(WHITESPACE)
         if prefix == self._opening:
             self.is_thinking, self._held = True, ""
-        elif not self._opening.startswith(prefix):
+        elif len(self._held) > _MAX_SPACE or not self._opening.startswith(prefix):
             self._is_done, self._is_fresh = True, False
             held, self._held = self._held, ""
             return [TextPart(held)]
@@ -172,7 +174,8 @@ class ReasoningSplitter:
     def _certain(self) -> str:
         """The held text without the beginning of a closing marker and whitespace before it."""
         end = len(self._held) - num_begun(self._held, self._closing)
-        return self._held[:end].rstrip(WHITESPACE)
+        certain = self._held[:end].rstrip(WHITESPACE)
+        return certain or self._held[: end if end > _MAX_SPACE else 0]
 
     def _text_parts(self, text: str) -> list[Part]:
         if self._is_fresh:

@@ -11,6 +11,8 @@ from penstock.server.output.parts import CallArguments, CallStart, Part, TextPar
 
 # No model writes this much between the marker and the arguments; longer text is not a call.
 MAX_NAME_CHARS = 256
+# Whitespace between the markers of a call; a model that writes more of it writes text.
+MAX_BETWEEN = 256
 # The first characters of all markers, and the line break, after which JSON may begin.
 _MAY_BEGIN_MARKUP = re.compile(r"[<\[{\n]")
 
@@ -59,7 +61,7 @@ class ToolParser:
         self._parts: list[Part] = []
         self._held = ""  # what may be markup
         self._written = ""  # the end of it that `_find_next` looks at
-        self._space = ""  # whitespace that is dropped if a call follows
+        self._space: list[str] = []  # whitespace that is dropped if a call follows
         self._is_after_call = False
 
     @classmethod
@@ -93,9 +95,8 @@ class ToolParser:
         """The answer has ended: text held back is plain."""
         if not self.is_over:
             self._emit_text(self._take_held())
-            if self._space:
-                self._parts.append(TextPart(self._space))
-                self._space = ""
+            self._parts.append(TextPart("".join(self._space)))
+            self._space = []
         return self._take()
 
     def _in_text(self, char: str) -> None:
@@ -128,11 +129,11 @@ class ToolParser:
             if not text:
                 return
             self._is_after_call = False
-        text = self._space + text
         stripped = text.rstrip(WHITESPACE)
-        self._space = text[len(stripped) :]
         if stripped:
-            self._parts.append(TextPart(stripped))
+            self._parts.append(TextPart("".join((*self._space, stripped))))
+            self._space = []
+        self._space.append(text[len(stripped) :])
 
     def _hold(self, char: str) -> None:
         self._held += char
@@ -141,13 +142,13 @@ class ToolParser:
     def _find_next(
         self, char: str, then: Mapping[str, Callable[[], None]], otherwise: Callable[[], None]
     ) -> None:
-        """One of these markers comes next, perhaps after whitespace: calls what belongs to the one
-        that `char` completes, or `otherwise` where there is none."""
+        """One of these markers comes next, perhaps after some whitespace: calls what belongs to the
+        one that `char` completes, or `otherwise` where there is none."""
         self._hold(char)
         prefix = self._written.lstrip(WHITESPACE)
         if prefix in then:
             then[prefix]()
-        elif not any(marker.startswith(prefix) for marker in then):
+        elif len(self._written) > MAX_BETWEEN or not any(m.startswith(prefix) for m in then):
             otherwise()
 
     def _end_markup(self) -> None:
@@ -181,7 +182,7 @@ class ToolParser:
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
         """call_id: the one that the model wrote, in formats that have them."""
-        self._held = self._space = ""
+        self._held, self._space = "", []
         self._is_after_call = False
         self._parts.append(CallStart(self.num_calls, call_id or self._make_id(), name))
         self.num_calls += 1

@@ -3,7 +3,7 @@
 import re
 
 from penstock.server.output.json_scanner import WHITESPACE, JsonScanner
-from penstock.server.tools.parsers.base import MAX_NAME_CHARS
+from penstock.server.tools.parsers.base import MAX_BETWEEN, MAX_NAME_CHARS
 from penstock.server.tools.parsers.json_calls import ListCalls
 
 
@@ -107,7 +107,9 @@ class SectionParser(HeaderCalls):
         if prefix in self._CALL_ENDS:
             self._held = self._written = ""
             self._state = self._before_call
-        elif not any(end.startswith(prefix) for end in self._CALL_ENDS):
+        elif len(self._held) > MAX_BETWEEN or not any(
+            e.startswith(prefix) for e in self._CALL_ENDS
+        ):
             self._replay_held()
 
 
