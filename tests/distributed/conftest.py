@@ -25,25 +25,31 @@ _START_S = 280.0
 _STOP_S = 120.0
 # Ray's own end by themselves when the one that started them has.
 _LEFT_S = 30.0
-# A variable that all processes of one deployment have, wherever Ray has put them.
+# A variable that all processes of one deployment have, but those whose title took its place.
 _MARK = "PENSTOCK_TESTS_DEPLOYMENT"
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """url: of HAProxy. flags: what `build` is given. mark: see `_MARK`."""
+    """url: of HAProxy. flags: what `build` is given. mark: see `_MARK`. session: of the server and
+    of what it started, but for the engines."""
 
     url: str
     flags: dict[str, Any]
     log: Path
     mark: str
+    session: int
 
     def processes(self) -> dict[int, str]:
         """The command line of each, by its process id."""
         found = {}
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if f"{_MARK}={self.mark}".encode() in (process / "environ").read_bytes():
+                # After the command, in parentheses: state, parent, group, session.
+                state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+                variables = (process / "environ").read_bytes()
+                is_ours = int(session) == self.session or _variable(self.mark) in variables
+                if is_ours and state != "Z":
                     found[int(process.name)] = (process / "cmdline").read_text()
         return found
 
@@ -78,8 +84,10 @@ def deploy(folder: Path, **more_flags: Any) -> Iterator[Deployed]:
     command = [sys.executable, "-m", "penstock", "ray", *words]
     with log.open("wb") as file:
         variables = os.environ | {"RAY_DEDUP_LOGS": "0", _MARK: mark}
-        server = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=variables)
-    deployed = Deployed(f"http://127.0.0.1:{port}", flags, log, mark)
+        server = subprocess.Popen(
+            command, stdout=file, stderr=file, cwd=ROOT, env=variables, start_new_session=True
+        )
+    deployed = Deployed(f"http://127.0.0.1:{port}", flags, log, mark, server.pid)
     try:
         _until_ready(server, log)
         yield deployed
@@ -93,6 +101,10 @@ def deploy(folder: Path, **more_flags: Any) -> Iterator[Deployed]:
             raise
     assert server.returncode == 0
     wait_until(lambda: not deployed.processes(), _LEFT_S)
+
+
+def _variable(mark: str) -> bytes:
+    return f"{_MARK}={mark}".encode()
 
 
 def _until_ready(server: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,6 +1,7 @@
 """Who reaches a deployment on Ray, and what becomes of it when a replica is killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ KEY = "a key of an operator"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 _LISTENS = "0A"  # in /proc/net/tcp
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+_REPLICA = "ray::ServeReplica:penstock:penstock"
 _REPLACED_S = 60.0
 _CONNECT = """
 import ray
@@ -35,20 +37,37 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 def test_no_process_listens_on_another_interface_than_loopback(deployed: Deployed) -> None:
-    inodes = {
-        str(file.readlink()).removeprefix("socket:[").removesuffix("]"): command
-        for pid, command in deployed.processes().items()
-        for file in Path(f"/proc/{pid}/fd").iterdir()
-    }
-    listening = {}
+    found = listening(deployed)
+    for name in ("gcs_server", "raylet", "DashboardAgent", "RuntimeEnvAgent", "haproxy", _REPLICA):
+        assert any(name in command for command in found.values()), name
+    elsewhere = {a: c for a, c in found.items() if a.partition(":")[0] not in _LOOPBACK}
+    assert elsewhere == {}
+
+
+def test_a_job_is_taken_from_nobody_without_the_token(deployed: Deployed) -> None:
+    codes = []
+    for address, command in listening(deployed).items():
+        if "DashboardAgent" in command:
+            url = f"http://127.0.0.1:{int(address.rpartition(':')[2], 16)}/api/job_agent/jobs/"
+            with contextlib.suppress(httpx.HTTPError):  # its other ports speak gRPC
+                codes.append(httpx.post(url, json={"entrypoint": "true"}).status_code)
+    assert 401 in codes and all(code >= 400 for code in codes)
+
+
+def listening(deployed: Deployed) -> dict[str, str]:
+    """The command of each address that a process listens on, as /proc/net/tcp writes it."""
+    commands = {}
+    for pid, command in deployed.processes().items():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                commands[str(file.readlink())] = command
+    found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             address, state, inode = (line.split()[i] for i in (1, 3, 9))
-            if state == _LISTENS and inode in inodes:
-                listening[address] = inodes[inode]
-    assert len(listening) > 15  # those of Ray, of HAProxy, and of each replica
-    elsewhere = {a: c for a, c in listening.items() if a.partition(":")[0] not in _LOOPBACK}
-    assert elsewhere == {}
+            if state == _LISTENS and f"socket:[{inode}]" in commands:
+                found[address] = commands[f"socket:[{inode}]"]
+    return found
 
 
 @pytest.mark.parametrize(("token", "reaches_it"), [(None, True), ("0" * 64, False)])
@@ -106,5 +125,5 @@ async def test_a_killed_replica_takes_its_own_streams_alone_and_is_replaced(
 
 def replicas(deployed: Deployed) -> list[int]:
     """Their process ids."""
-    name = "ray::ServeReplica:penstock:penstock"
-    return sorted(pid for pid, line in deployed.processes().items() if line.strip("\0 ") == name)
+    lines = deployed.processes().items()
+    return sorted(pid for pid, line in lines if line.strip("\0 ") == _REPLICA)
