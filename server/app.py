@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -31,6 +30,7 @@ from penstock.server.config import ServeConfig, ServerConfig
 from penstock.server.errors import reply_to_unrouted
 from penstock.server.http.access import OPEN_PATHS, Access
 from penstock.server.http.body import BodyMemory
+from penstock.server.http.certificate import Certificate
 from penstock.server.http.connection import REQUEST_LOG, HttpProtocol, backlog
 from penstock.server.http.middleware import LastResort, Middleware, route_path
 from penstock.server.observability.request_log import request_id
@@ -112,19 +112,23 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def serve(config: ServeConfig) -> int:
-    """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port."""
+    """Runs the server to its end; returns the exit code. Raises InvalidConfig for the port and the
+    certificate."""
     configure_logs(config.server.log_level, config.server.log_format, request_id.get)
-    _check_certificate(config.server)
+    certfile, keyfile = config.server.ssl_certfile, config.server.ssl_keyfile
+    certificate = Certificate(certfile, keyfile) if certfile else None
     _allow_files()
     listener = _listen(config.server)
     bound = replace(config.server, port=listener.getsockname()[1])  # --port 0: any that is free
     config = replace(config, server=bound)
-    return uvloop.run(_serve(config, listener))
+    return uvloop.run(_serve(config, listener, certificate))
 
 
-async def _serve(config: ServeConfig, listener: socket.socket) -> int:
+async def _serve(
+    config: ServeConfig, listener: socket.socket, certificate: Certificate | None
+) -> int:
     service = Service(config)
-    server = http_server(service)
+    server = http_server(service, certificate)
     draining: list[asyncio.Task[None]] = []
 
     def on_signal(number: int) -> None:
@@ -150,25 +154,28 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     return code
 
 
-def http_server(service: Service) -> uvicorn.Server:
+def http_server(service: Service, certificate: Certificate | None = None) -> uvicorn.Server:
     """To be given a listening socket. It ends when `should_exit` is set; signals do not end it."""
-    return _Server(
-        uvicorn.Config(
-            LastResort(build_app(service)),
-            http=HttpProtocol,
-            ws="none",
-            lifespan="on",
-            access_log=False,
-            server_header=False,
-            log_config=None,
-            log_level="error",  # malformed HTTP gets an answer, and no line in the log
-            ssl_keyfile=service.config.server.ssl_keyfile,
-            ssl_certfile=service.config.server.ssl_certfile,
-            backlog=_num_backlog(),
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        )
+    config = uvicorn.Config(
+        LastResort(build_app(service)),
+        http=HttpProtocol,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        log_level="error",  # malformed HTTP gets an answer, and no line in the log
+        ssl_keyfile=service.config.server.ssl_keyfile,
+        ssl_certfile=service.config.server.ssl_certfile,
+        backlog=_num_backlog(),
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
+    if certificate:
+        config.load()
+        assert config.ssl
+        certificate.watch(config.ssl)
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):
@@ -177,19 +184,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _check_certificate(config: ServerConfig) -> None:
-    """Raises InvalidConfig; uvicorn would end with a traceback."""
-    if not config.ssl_certfile:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except (ssl.SSLError, OSError) as error:
-        raise InvalidConfig(
-            f"--ssl-certfile {config.ssl_certfile} and its key cannot be used: {error}"
-        ) from error
 
 
 def _allow_files() -> None:

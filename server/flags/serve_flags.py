@@ -52,7 +52,8 @@ GROUPS = {
         ),
         Flag(
             "--ssl-certfile FILE",
-            "serve HTTPS with this certificate and its chain, PEM (default: no TLS)",
+            "serve HTTPS with this certificate and its chain, PEM; one that is renewed is used for "
+            "new connections (default: no TLS)",
         ),
         Flag(
             "--ssl-keyfile FILE",

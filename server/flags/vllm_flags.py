@@ -35,6 +35,7 @@ ALREADY: dict[str, _Already] = {
     "--max-log-len": _Already("texts are never logged", None),
     "--enable-request-id-headers": _Already("each answer has an x-request-id"),
     "--enable-prompt-tokens-details": _Already("usage always has prompt_tokens_details"),
+    "--enable-ssl-refresh": _Already("a renewed certificate is used without it"),
     "--swap-space": _Already("preempted sequences are recomputed, not swapped", None),
     "--max-logprobs": _Already("the limit is 20", tuple(map(str, range(21)))),
     "--data-parallel-size": _Already("this server is one replica", ("1",)),
