@@ -95,7 +95,8 @@ class ToolParser:
         """The answer has ended: text held back is plain."""
         if not self.is_over:
             self._emit_text(self._take_held())
-            self._parts.append(TextPart("".join(self._space)))
+            if space := "".join(self._space):
+                self._parts.append(TextPart(space))
             self._space = []
         return self._take()
 

@@ -82,6 +82,12 @@ def test_two_calls_are_read_with_arguments_and_no_text(kind: type[ToolParser], t
 
 
 @pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_an_answer_of_calls_has_no_part_of_text(kind: type[ToolParser], text: str) -> None:
+    """Responses would have a message for one, even if it is empty."""
+    assert all(isinstance(part, CallStart | CallArguments) for part in read(kind, [text]))
+
+
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
 def test_text_before_and_after_calls_stays_text(kind: type[ToolParser], text: str) -> None:
     parts = read(kind, [f"  Let me see.\n{text}\nDone. "])
     assert calls_of(parts) == BOTH
