@@ -23,8 +23,9 @@ from tests.support.serving import free_port, wait_until
 DRAIN_S = 60
 _START_S = 280.0
 _STOP_S = 120.0
-# Ray's own end by themselves when the one that started them has.
-_LEFT_S = 30.0
+# Ray's own end by themselves when the one that started them has. If it was killed, its agents first
+# try for a minute to tell it to the GCS, which has ended too.
+_LEFT_S, _LEFT_BY_A_KILLED_S = 30.0, 150.0
 # A variable that all processes of one deployment have, but those whose title took its place.
 _MARK = "PENSTOCK_TESTS_DEPLOYMENT"
 
@@ -66,8 +67,9 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 @contextlib.contextmanager
-def deploy(folder: Path, **more_flags: Any) -> Iterator[Deployed]:
-    """Also when a test has failed, none of its processes is left at the end."""
+def deploy(folder: Path, *, is_killed: bool = False, **more_flags: Any) -> Iterator[Deployed]:
+    """Also when a test has failed, none of its processes is left at the end. is_killed: the server
+    is, by the test."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'penstock[ray]'")
     port, log, mark = free_port(), folder / "log", uuid.uuid4().hex
@@ -99,8 +101,8 @@ def deploy(folder: Path, **more_flags: Any) -> Iterator[Deployed]:
             server.kill()
             server.wait()
             raise
-    assert server.returncode == 0
-    wait_until(lambda: not deployed.processes(), _LEFT_S)
+    assert server.returncode == (-signal.SIGKILL if is_killed else 0)
+    wait_until(lambda: not deployed.processes(), _LEFT_BY_A_KILLED_S if is_killed else _LEFT_S)
 
 
 def _variable(mark: str) -> bytes:

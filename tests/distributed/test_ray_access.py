@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,7 +33,8 @@ print("connected to", len(ray.nodes()), "node")
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    with deploy(tmp_path_factory.mktemp("ray"), **{"api-key": KEY}) as deployed:
+    flags: dict[str, Any] = {"api-key": KEY}
+    with deploy(tmp_path_factory.mktemp("ray"), **flags) as deployed:
         yield deployed
 
 
