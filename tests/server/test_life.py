@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,25 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
         assert int(refused.headers["retry-after"]) > 0
         assert refused.headers["connection"] == "close"
         assert server.get("/health").status_code == 200
+
+
+def test_a_drain_under_load_finishes_what_runs_and_what_waits() -> None:
+    body = LONG | {"stream": True, "max_tokens": 100}
+    with (
+        running_server("--scripted-step-ms", "10", "--max-num-seqs", "4") as server,
+        ThreadPoolExecutor(24) as threads,
+    ):
+        answers = [threads.submit(server.post, COMPLETIONS, body) for _ in range(16)]
+        wait_until(lambda: server.metric("waiting_sequences") >= 8)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready").status_code == 503)
+        late = {answer.status_code for answer in threads.map(lambda _: server.complete(), range(8))}
+        texts = [each.result().text for each in answers]
+        assert all('"finish_reason":"length"' in text for text in texts)
+        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+        assert late == {503}
+        code, errors = server.exit_code()
+        assert code == 0, errors
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:

@@ -1,7 +1,9 @@
 """A stream that one server began goes on at another, with the same bytes."""
 
+import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import httpx
 import pytest
 
 from tests.chaos.load import TOOL, events_of, joined
-from tests.support.serving import MODEL, RunningServer, running_server
+from tests.support.serving import MODEL, RunningServer, running_server, wait_until
 
 KEY = "a key of routers"
 
@@ -105,6 +107,43 @@ def test_a_router_leaves_one_server_in_a_stream_and_goes_on_at_another(servers: 
     handed = {"path": COMPLETIONS, "body": body, "answers": answers_in(begun, 1)}
     rest = events_of(resume(servers.second, handed).text)
     assert list(joined(begun + rest)) == list(joined(whole))
+
+
+def test_all_streams_of_a_killed_server_go_on_at_one_that_is_busy(servers: Servers) -> None:
+    """Four run at a time: some have ended, some are in the middle, and some have no token yet,
+    which are handed over too."""
+    bodies = [COMPLETION | {"seed": seed, "max_tokens": 100} for seed in range(12)]
+    flags = ("--scripted-step-ms", "20", "--max-num-seqs", "4")
+    with running_server(*flags) as killed, ThreadPoolExecutor(24) as threads:
+        reading = [threads.submit(read, killed, body) for body in bodies]
+        wait_until(lambda: killed.metric("generated_tokens_total") > 420)
+        killed.process.kill()
+        own = [threads.submit(read, servers.second, body) for body in bodies]
+        begun = [each.result() for each in reading]
+        cut = [i for i, events in enumerate(begun) if events[-1:] != ["[DONE]"]]
+        assert len(cut) < 12 and 0 < sum(bool(begun[i]) for i in cut) < len(cut)
+        rests = threads.map(lambda i: go_on(servers, bodies[i], begun[i]), cut)
+        for i, rest in zip(cut, rests, strict=True):
+            begun[i] += rest
+    wholes = [each.result() for each in own]
+    assert [list(joined(each)) for each in begun] == [list(joined(each)) for each in wholes]
+
+
+def read(server: RunningServer, body: Any) -> list[Any]:
+    """The events of a stream to its end, or to that of the server."""
+    lines: list[str] = []
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as response,
+    ):
+        for line in response.iter_lines():
+            lines.append(line)  # noqa: PERF402  # what came before the end is kept
+    return events_of("\n".join(lines))
+
+
+def go_on(servers: Servers, body: Any, begun: list[Any]) -> list[Any]:
+    handed = {"path": COMPLETIONS, "body": body, "answers": answers_in(begun, 1)}
+    return events_of(resume(servers.second, handed).text)
 
 
 def test_an_answer_that_has_ended_stays_so(servers: Servers) -> None:
