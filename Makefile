@@ -32,12 +32,13 @@ test-slow: .venv/installed-dev
 	$(PYTEST) -m slow --timeout 900
 
 # Requests that the OpenAPI schema allows, mutated bodies and malformed HTTP: no server error, no response
-# of an undocumented shape, none later than five seconds. Takes five minutes.
+# of an undocumented shape, none later than five seconds; and damaged GGUF and tokenizer.json files. Takes ten minutes.
 test-fuzz: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz.schema
 	$(BIN)/python -m tests.fuzz.bodies 120
 	$(BIN)/python -m tests.fuzz.http 60
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.files
 
 # Third-party clients, installed from their registries into build/clients; those in JavaScript need
 # node. CLIENTS="langchain litellm" runs only some of them.

@@ -39,6 +39,8 @@ logger = logging.getLogger("penstock")
 
 # In a process of its own, where the longest conversations are rendered too.
 _MAX_CPU_S_OF_OWN = 4
+# The characters of a library's error that are told.
+_MAX_REASON = 500
 # The bounds of the request's fields of these names, whose defaults they are.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -324,7 +326,8 @@ def _load_tokenizer(directory: Path, load_format: LoadFormat) -> tuple[Tokenizer
         is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
         if not (is_panic or isinstance(error, Exception)):
             raise
-        raise InvalidConfig(f"{directory} has no tokenizer that can be read: {error}") from error
+        reason = str(error)[:_MAX_REASON]  # which quotes tokens of the file, of any length
+        raise InvalidConfig(f"{directory} has no tokenizer that can be read: {reason}") from error
 
 
 def _convert_tokenizer(directory: Path) -> Tokenizer:
