@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+_KEPT_CONTROLS = "\n\t"
 
 
 def root_url(given: str) -> str:
@@ -51,7 +53,7 @@ def exit_status(run: Callable[[], int], begin: str, *, interrupted: int = INTERR
         discard_output()
         return 0
     except PenstockError as error:
-        print(f"{begin}: {error}", file=sys.stderr)
+        print(f"{begin}: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, InvalidConfig) else FAILED
 
 
@@ -64,7 +66,12 @@ def require(is_valid: bool, flag: str, value: float, bounds: str) -> None:
 
 def printer(command: str) -> Callable[[str], None]:
     """Returns what prints a line on stderr, after the command: stdout has the result alone."""
-    return lambda text: print(f"{command}: {text}", file=sys.stderr, flush=True)
+    return lambda text: print(f"{command}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Without control characters: a server or a model could command the terminal with them."""
+    return "".join(c for c in text if c in _KEPT_CONTROLS or unicodedata.category(c) != "Cc")
 
 
 def discard_output() -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.loadtest.bench.config import BenchConfig, parse_pairs
 from penstock.loadtest.bench.http_target import TargetConfig
-from penstock.loadtest.command_line import discard_output, printer
+from penstock.loadtest.command_line import discard_output, printable, printer
 from penstock.loadtest.report.figures import Figure, Measurement, figures
 from penstock.loadtest.report.html import html_report
 from penstock.loadtest.report.plots import save_plots
@@ -94,7 +94,7 @@ def show(args: argparse.Namespace, summary: Summary, text: str) -> None:
 
 def show_text(text: str) -> None:
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except BrokenPipeError:
         discard_output()
 

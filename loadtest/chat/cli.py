@@ -5,7 +5,6 @@ import contextlib
 import os
 import sys
 import time
-import unicodedata
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -17,13 +16,13 @@ from penstock.loadtest.command_line import (
     INTERRUPTED,
     add_flags,
     exit_status,
+    printable,
     root_url,
 )
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _CLEAR_LINE = "\r\x1b[K"
-_KEPT_CONTROLS = "\n\t"
 
 
 class Screen:
@@ -43,12 +42,12 @@ class Screen:
     def show(self, piece: Piece) -> None:
         if piece.reasoning and self.is_terminal:
             self._is_in_reasoning = True
-            self._write(self._dim(_printable(piece.reasoning)))
+            self._write(self._dim(printable(piece.reasoning)))
         if piece.text:
             if self._is_in_reasoning:
                 self._is_in_reasoning = False
                 self._write("\n\n")
-            self._write(_printable(piece.text))
+            self._write(printable(piece.text))
             self._is_in_line = not piece.text.endswith("\n")
 
     def end_answer(self) -> None:
@@ -58,20 +57,20 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Shows the answer of a command."""
-        self._write(self._dim(_printable(text)) + "\n")
+        self._write(self._dim(printable(text)) + "\n")
 
     def note(self, text: str) -> None:
         if self._has_notes:
-            print(self._dim(_printable(text)), file=self._notes, flush=True)
+            print(self._dim(printable(text)), file=self._notes, flush=True)
 
     def wait_note(self, text: str) -> None:
         """A note in place of the one before; empty for none. Where it cannot be replaced, the first
         is the only one."""
         if self._has_notes:
-            line = self._dim(_printable(text)) if text else ""
+            line = self._dim(printable(text)) if text else ""
             print(_CLEAR_LINE + line, end="", file=self._notes, flush=True)
         elif text and not self._has_told_to_wait:
-            print(text, file=self._notes, flush=True)
+            print(printable(text), file=self._notes, flush=True)
             self._has_told_to_wait = True
 
     def _write(self, text: str) -> None:
@@ -80,11 +79,6 @@ class Screen:
 
     def _dim(self, text: str) -> str:
         return f"{_DIM}{text}{_PLAIN}" if self._has_colours else text
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a model could command the terminal with them."""
-    return "".join(c for c in text if c in _KEPT_CONTROLS or unicodedata.category(c) != "Cc")
 
 
 _PROMPT, _CONTINUED = "> ", "… "
@@ -196,7 +190,7 @@ class _Chat:
             except Leave:
                 return 0
             except PenstockError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {printable(str(error))}", file=sys.stderr)
 
     def ask(self, text: str) -> Answer:
         """Shows the answer as it comes; Ctrl-C ends it where it is. Raises PenstockError, after

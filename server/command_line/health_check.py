@@ -7,12 +7,15 @@ import ssl
 import sys
 from pathlib import Path
 
+from penstock.engine.client import printable
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file
 from penstock.server.flags.serve_flags import add_serve_flags
 
 # Docker gives a check five seconds.
 _TIMEOUT_S = 4.0
+# Ours says less; whoever else listens there may say anything.
+_MAX_BYTES = 1 << 16
 _THAT_MATTER = ("help", "host", "port", "ssl_certfile", "config")
 _HEALTHY, _UNHEALTHY = 0, 1  # Docker's exit codes
 
@@ -38,13 +41,14 @@ def check(host: str, port: int, *, has_tls: bool) -> int:
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
-        text = response.read().decode(errors="replace")
+        text = response.read(_MAX_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        print(f"no server answers on {address}:{port}: {error}", file=sys.stderr)
+        why = printable(str(error))
+        print(f"no server answers on {address}:{port}: {why}", file=sys.stderr)
         return _UNHEALTHY
     finally:
         connection.close()
-    print(text)
+    print(printable(text))
     return _HEALTHY if response.status == 200 else _UNHEALTHY
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.client import ListedModel, cached_models, models_in, shown_size
+from penstock.engine.client import ListedModel, cached_models, models_in, printable, shown_size
 from penstock.scheduler.errors import PenstockError
 from penstock.server.config import PoolerConfig
 from penstock.server.flags.flag_parser import FlagParser
@@ -62,7 +62,8 @@ def _table(models: Sequence[ListedModel], problems: Sequence[str | None]) -> str
     for model, problem in zip(models, problems, strict=True):
         yes = "yes" if model.model_impl != "transformers" else _SLOWLY
         answer = f"no: {problem}" if problem else yes
-        rows.append((model.name, shown_size(model.num_bytes), model.family or "-", answer))
+        name, family = printable(model.name), printable(model.family or "-")
+        rows.append((name, shown_size(model.num_bytes), family, printable(answer)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     return "\n".join(
         "  ".join([*map(str.ljust, row, widths), row[-1]])  # the last as long as it is

@@ -82,6 +82,12 @@ def test_directories_are_listed_beside_the_cache(hub: StubHub, tmp_path: Path) -
     assert models["bad"]["problem"].startswith("generation_config.json: 'temperature' must be")
 
 
+def test_names_cannot_command_the_terminal(hub: StubHub, tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "models" / "\x1b[2J")
+    listed = penstock(hub, tmp_path, "models", str(tmp_path / "models"))
+    assert r"\x1b[2J" in listed.stdout and "\x1b" not in listed.stdout
+
+
 def test_gguf_files_of_the_cache_are_listed_as_they_are_served(
     hub: StubHub, tmp_path: Path
 ) -> None:
