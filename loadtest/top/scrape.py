@@ -23,6 +23,7 @@ PREFIX = "penstock_"
 _START_TIME = "process_start_time_seconds"
 _SCRAPE_TIMEOUT_S = 5.0
 _MAX_SCRAPE_BYTES = 32 << 20  # our own are tens of KB; a longer body is not ours
+_MAX_VALUE = 1e30  # likewise
 _COUNTER_ENDINGS = ("_total", "_count", "_bucket")
 
 Labels = frozenset[tuple[str, str]]
@@ -200,8 +201,10 @@ def parse(text: str, time_s: float) -> Scrape:
     for family in text_string_to_metric_families(text):
         if family.name.startswith(PREFIX) or family.name == _START_TIME:
             for sample in family.samples:
+                float(sample.labels.get("le", 0))  # a histogram's bound must be a number
                 series = values.setdefault(sample.name, {})
-                series[frozenset(sample.labels.items())] = float(sample.value)
+                if 0 <= sample.value < _MAX_VALUE:  # false for NaN
+                    series[frozenset(sample.labels.items())] = float(sample.value)
     return Scrape(time_s, values)
 
 

@@ -314,3 +314,22 @@ def test_a_wrong_address_is_an_error_message_on_a_terminal_too(locked: RunningSe
         assert terminal.process.wait(timeout=60) == 1
         assert "give it with --api-key" in plain(terminal.read())
         assert termios.tcgetattr(terminal.fd) == terminal.before
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "+Inf", "-Inf", "1e308", "-1e308", "-5", "1e29", "1e-300"]
+)
+def test_whatever_numbers_a_server_sends_it_is_drawn(value: str) -> None:
+    history = History(MINUTE_S)
+    names = [line.rpartition(" ")[0] for line in metrics(1).splitlines()]
+    for number in range(3):
+        sent = [f"{name} {value if index % 3 == number else 7}" for index, name in enumerate(names)]
+        history.add(parse("\n".join([*sent, f"process_start_time_seconds {value}"]), number))
+        window = history.last_interval()
+        long = ("long", window) if window else None
+        draw(View(url="", history=history, long=long), 100)
+
+
+def test_a_bound_that_is_no_number_is_not_of_penstocks_metrics() -> None:
+    with pytest.raises(ValueError, match="often"):
+        parse('penstock_step_tokens_bucket{le="often"} 1\n', 0.0)
