@@ -16,6 +16,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from penstock.engine.client import ModelInfo
 from penstock.server.api.common import check_own_key, receive, service_of
 from penstock.server.api.openai.routes import CHATS, COMPLETIONS
 from penstock.server.api.pipeline import TextResponse
@@ -58,7 +59,7 @@ async def resume(http: Request) -> Response:
         """The fields of the request that is in there."""
         try:
             handed.append(msgspec.json.decode(data, type=HandedOver))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"this is not a request with its answers: {error}") from None
         if handed[0].path not in _APIS:
             paths = " and ".join(_APIS)
@@ -68,7 +69,7 @@ async def resume(http: Request) -> Response:
         return fields
 
     received = await receive(http, parse)
-    sent = _sent_answers(handed[0].answers, received.fields, received.model.info.vocab_size)
+    sent = _sent_answers(handed[0].answers, received.fields, received.model.info)
     return TextResponse(_APIS[handed[0].path], received, sent)
 
 
@@ -91,16 +92,22 @@ def _check_resumable(fields: GenerationFields) -> None:
         )
 
 
-def _sent_answers(answers: list[Answer], fields: GenerationFields, vocab_size: int) -> SentAnswers:
+def _sent_answers(answers: list[Answer], fields: GenerationFields, model: ModelInfo) -> SentAnswers:
     """Raises InvalidRequest."""
     if sorted(answer.index for answer in answers) != list(range(fields.num_answers)):
         raise InvalidRequest(
             f"answers must have each index from 0 to {fields.num_answers - 1} once",
             param="answers",
         )
-    if not all(0 <= each < vocab_size for answer in answers for each in answer.token_ids):
+    # One that has ended need not fit: it is run through all that makes text of ids.
+    if any(len(answer.token_ids) > model.max_model_len for answer in answers):
         raise InvalidRequest(
-            f"token_ids must be at least 0 and below {vocab_size}, as of this model",
+            f"an answer has at most {model.max_model_len} token_ids, as of this model",
+            param="answers",
+        )
+    if not all(0 <= each < model.vocab_size for answer in answers for each in answer.token_ids):
+        raise InvalidRequest(
+            f"token_ids must be at least 0 and below {model.vocab_size}, as of this model",
             param="answers",
         )
     if all(answer.finish_reason for answer in answers):

@@ -146,7 +146,7 @@ def _allowed(http: Request) -> tuple[Service, Path]:
 async def _fields(http: Request, kind: type[Fields]) -> Fields:
     try:
         return msgspec.json.decode(await body_of(http), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not as this route needs it: {error}") from None
 
 

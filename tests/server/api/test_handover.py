@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from tests.chaos.load import TOOL, events_of, joined
-from tests.support.serving import MODEL, RunningServer, running_server, wait_until
+from tests.support.serving import MAX_MODEL_LEN, MODEL, RunningServer, running_server, wait_until
 
 KEY = "a key of routers"
+NESTED = "[" * 2000 + "]" * 2000
 
 
 class Servers(NamedTuple):
@@ -181,6 +182,16 @@ def test_nobody_resumes_without_the_key(servers: Servers) -> None:
         ({"answers": [{"index": 0, "token_ids": [5] * 40}]}, "give its finish_reason"),
         ({"answers": [{"index": 0, "finish_reason": "stop"}]}, "all answers have ended"),
         ({"answers": [{"index": "0"}]}, "not a request with its answers"),
+        (
+            {
+                "body": COMPLETION | {"n": 2},
+                "answers": [
+                    {"index": 0, "token_ids": [5] * (MAX_MODEL_LEN + 1), "finish_reason": "stop"},
+                    {"index": 1},
+                ],
+            },
+            f"at most {MAX_MODEL_LEN} token_ids",
+        ),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_with_what_to_change(
@@ -190,6 +201,13 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_change(
     reply = resume(servers.second, handed)
     assert reply.status_code == 400, reply.text
     assert words in reply.json()["error"]["message"]
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused(servers: Servers) -> None:
+    body = f'{{"path": "{COMPLETIONS}", "answers": [], "body": {{"a": {NESTED}}}}}'
+    headers = {"x-penstock-handover-key": KEY}
+    reply = httpx.post(f"{servers.second.url}/internal/resume", content=body, headers=headers)
+    assert reply.status_code == 400, reply.text
 
 
 def test_a_key_file_with_several_keys_is_refused(tmp_path: Path) -> None:

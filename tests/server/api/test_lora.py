@@ -155,6 +155,9 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(server: RunningServer)
         refused = admin(server, LOAD, **body)
         assert refused.status_code == 400 and reason in refused.text, body
     assert admin(server, UNLOAD, lora_name="nobody").status_code == 404
+    nested = f'{{"lora_name": "c", "lora_path": "c", "more": {"[" * 2000}{"]" * 2000}}}'
+    headers = {"x-penstock-admin-key": KEY}
+    assert httpx.post(server.url + LOAD, content=nested, headers=headers).status_code == 400
 
 
 def test_an_adapter_is_loaded_and_unloaded_while_streams_of_others_go_on(
