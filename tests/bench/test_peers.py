@@ -88,7 +88,7 @@ def test_without_a_compiler_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InstallFailed, match="apt-get install cmake"):
-        install("llama", tmp_path)
+        install("llama", PEERS["llama"], tmp_path)
     assert not (tmp_path / "llama" / "installed").exists()
 
 

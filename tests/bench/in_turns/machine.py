@@ -90,6 +90,17 @@ def cpu_use(before: Snapshot, after: Snapshot, server_pid: int, busy_pids: list[
     )
 
 
+def cores_of(before: Snapshot, after: Snapshot, leader: int) -> float:
+    """Of a process with all that it has started, on average. leader: also the id of its session."""
+    parents = {pid: process.parent for (pid, _), process in after.processes.items()}
+    cpu_s = 0.0
+    for key, process in after.processes.items():
+        if process.session == leader or _descends(key[0], leader, parents):
+            earlier = before.processes.get(key)
+            cpu_s += process.cpu_s - (earlier.cpu_s if earlier else 0.0)
+    return cpu_s / max(after.elapsed_s - before.elapsed_s, _MIN_SECONDS)
+
+
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
     """A child may have begun a session of its own."""
     while pid > 1:

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     peers = options.peers or [peer for peer in PEERS if weights == "bf16" or peer != "vllm"]
     try:
         for peer in peers:
-            install(peer, into)
+            install(peer, PEERS[peer], into)
         if options.what == "compare":
             command = comparison(options.shape, into, peers, options.threads, weights, more)
             print(f"\n{shlex.join(command)}\n", flush=True)

