@@ -131,7 +131,7 @@ class FunctionChoice(StrictWire):
 
 
 class ChosenTool(StrictWire):
-    type: str
+    type: str = "function"  # huggingface_hub leaves it out
     function: FunctionChoice | None = None
     custom: FunctionChoice | None = None
 

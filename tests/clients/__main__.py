@@ -23,6 +23,8 @@ from tests.support.serving import RunningServer
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"
 _TIMEOUT_S = 300.0
+# huggingface_hub's client asks for `dummy` if it is given no model.
+_NAMES = ("penstock-demo", "dummy")
 _NO_NODE = "node and npm are not installed (Debian: apt-get install nodejs npm)"
 
 
@@ -45,6 +47,7 @@ CLIENTS = (
     Client("litellm", "litellm_calls.py", "litellm"),
     Client("instructor", "instructor_modes.py", "instructor"),
     Client("llama-index-llms-openai-like", "llama_index_like.py", "llama_index"),
+    Client("huggingface_hub", "hugging_face.py", "huggingface_hub"),
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),
@@ -162,7 +165,7 @@ def _python(home: str) -> str:
 def _servers() -> Iterator[dict[str, str]]:
     """Runs the servers. Yields environment variables for the clients."""
     servers = {
-        "PENSTOCK_DEMO": RunningServer(),
+        "PENSTOCK_DEMO": RunningServer("--served-model-name", *_NAMES),
         "PENSTOCK_SCRIPTED": RunningServer("--scripted"),
         "PENSTOCK_GUARDED": RunningServer("--scripted", "--api-key", "secret"),
     }

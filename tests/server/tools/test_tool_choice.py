@@ -181,6 +181,15 @@ def test_invalid_allowed_tools_are_refused_by_name(choice: dict[str, Any], param
     assert caught.value.param == param
 
 
+def test_a_choice_without_a_type_names_a_function() -> None:
+    """As huggingface_hub sends it."""
+    rules = request(tools=TOOLS, tool_choice={"function": {"name": "add"}}).call_rules
+    assert rules.must_call and [f.name for f in rules.to_call] == ["add"]
+    with pytest.raises(InvalidRequest, match="'no'") as caught:
+        request(tools=TOOLS, tool_choice={"function": {"name": "no"}})
+    assert caught.value.param == "tool_choice.function.name"
+
+
 def responses(**fields: Any) -> Any:
     body = json.dumps({"model": "m", "input": "Hi"} | fields).encode()
     parsed = ResponsesRequest.parse(body)
