@@ -204,12 +204,15 @@ def truncated(
     return prompt[:num_kept] if side == "right" else prompt[-num_kept:]
 
 
-def check_prompt(prompt: tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_prompt(
+    prompt: tuple[int, ...], vocab_size: int, param: str, hint: str = "send the text"
+) -> None:
+    """hint: what a client does whose ids are those of another model's tokenizer."""
     if not prompt:
         message = f"{param} is empty; the model needs at least one token to continue"
         raise InvalidRequest(message, param=param)
     if (highest := max(prompt)) >= vocab_size:
-        raise unknown_id(param, [highest], vocab_size)
+        raise unknown_id(param, [highest], vocab_size, f"; if they are another model's, {hint}")
 
 
 def check_fields(fields: GenerationFields, model: ServedModel) -> None:
@@ -220,10 +223,10 @@ def check_fields(fields: GenerationFields, model: ServedModel) -> None:
             raise unknown_id(param, unknown, vocab_size)
 
 
-def unknown_id(param: str, token_ids: list[int], vocab_size: int) -> InvalidRequest:
+def unknown_id(param: str, token_ids: list[int], vocab_size: int, hint: str = "") -> InvalidRequest:
     message = (
         f"{param} has {listed('token id', token_ids)}; this model's ids range from 0 to "
-        f"{vocab_size - 1}"
+        f"{vocab_size - 1}{hint}"
     )
     return InvalidRequest(message, param=param)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import tiktoken
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy
@@ -18,6 +19,7 @@ from langchain.tools import tool
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
+from tiktoken.registry import ENCODINGS
 
 MODEL = "penstock-demo"
 METHODS = ("json_schema", "function_calling", "json_mode")
@@ -185,6 +187,24 @@ def test_embeddings_of_documents_and_queries_agree(options: dict[str, Any]) -> N
     embeddings = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
     one, two = embeddings.embed_documents(["one", "two"])
     assert one != two and embeddings.embed_query("one") == pytest.approx(one, abs=1e-5)
+
+
+def encoding(first_id: int) -> tiktoken.Encoding:
+    """One token for each byte, in place of OpenAI's, which tiktoken would download."""
+    ranks = {bytes([byte]): first_id + byte for byte in range(256)}
+    return tiktoken.Encoding("local", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
+
+
+def test_without_the_switch_embeddings_are_of_other_ids_or_refused_with_its_name(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+    ids = OpenAIEmbeddings(**options)
+    monkeypatch.setitem(ENCODINGS, "cl100k_base", encoding(first_id=300))
+    assert ids.embed_query("one") != pytest.approx(texts.embed_query("one"), abs=1e-2)
+    monkeypatch.setitem(ENCODINGS, "cl100k_base", encoding(first_id=100_000))
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        ids.embed_query("one")
 
 
 def test_a_rejected_request_raises_openais_error(options: dict[str, Any]) -> None:

@@ -384,7 +384,8 @@ def _fitted(
     prompt: tuple[int, ...], fields: PromptFields, model: ServedModel, param: str
 ) -> tuple[int, ...]:
     limit = model.info.max_model_len
-    check_prompt(prompt, model.info.vocab_size, param)
+    hint = "send the text (LangChain: check_embedding_ctx_length=False)"
+    check_prompt(prompt, model.info.vocab_size, param, hint)
     prompt = truncated(prompt, fields.truncate_prompt_tokens, limit, fields.truncation_side)
     if len(prompt) > limit:
         raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)

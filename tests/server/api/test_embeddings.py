@@ -154,6 +154,12 @@ def test_a_bad_field_is_refused_by_name(
     assert param in error["message"] or "texts" in error["message"]
 
 
+def test_ids_of_another_tokenizer_are_refused_with_what_to_send(server: RunningServer) -> None:
+    """As LangChain's OpenAIEmbeddings sends them, unless it is told not to."""
+    message = refusal(server, input=[[5], [100_256]])["message"]
+    assert "100256" in message and "check_embedding_ctx_length=False" in message
+
+
 def test_an_answer_bears_the_request_id_and_the_model(server: RunningServer) -> None:
     body = ask(server, input="a", request_id="mine-7", user="me")
     assert (body["id"], body["object"], body["model"]) == ("embd-mine-7", "list", MODEL)
