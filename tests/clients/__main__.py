@@ -23,8 +23,8 @@ from tests.support.serving import RunningServer
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"
 _TIMEOUT_S = 300.0
-# huggingface_hub's client asks for `dummy` if it is given no model.
-_NAMES = ("penstock-demo", "dummy")
+# huggingface_hub's client asks for `dummy` if it is given no model; llm has names of embeddings.
+_NAMES = ("penstock-demo", "dummy", "text-embedding-3-small")
 _NO_NODE = "node and npm are not installed (Debian: apt-get install nodejs npm)"
 
 
@@ -48,6 +48,7 @@ CLIENTS = (
     Client("instructor", "instructor_modes.py", "instructor"),
     Client("llama-index-llms-openai-like", "llama_index_like.py", "llama_index"),
     Client("huggingface_hub", "hugging_face.py", "huggingface_hub"),
+    Client("llm", "llm_cli.py", "llm"),
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),
