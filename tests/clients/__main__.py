@@ -52,6 +52,7 @@ CLIENTS = (
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),
+    Client("opencode-ai", "opencode.mjs", "node"),
 )
 
 
@@ -167,7 +168,7 @@ def _servers() -> Iterator[dict[str, str]]:
     """Runs the servers. Yields environment variables for the clients."""
     servers = {
         "PENSTOCK_DEMO": RunningServer("--served-model-name", *_NAMES),
-        "PENSTOCK_SCRIPTED": RunningServer("--scripted"),
+        "PENSTOCK_SCRIPTED": RunningServer("--scripted", "--max-model-len", "32768"),
         "PENSTOCK_GUARDED": RunningServer("--scripted", "--api-key", "secret"),
     }
     try:
