@@ -49,6 +49,7 @@ CLIENTS = (
     Client("llama-index-llms-openai-like", "llama_index_like.py", "llama_index"),
     Client("huggingface_hub", "hugging_face.py", "huggingface_hub"),
     Client("llm", "llm_cli.py", "llm"),
+    Client("guidellm", "guidellm_runs.py", "guidellm"),
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),
@@ -143,9 +144,18 @@ def _install(home: str) -> None:
         command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
     else:
         venv.create(BUILD / home, with_pip=True)
+        _install_torch(home, required)
         command = [_python(home), "-m", "pip", "install", "--quiet", "--requirement", str(required)]
     subprocess.run(command, cwd=BUILD / home, check=True)
     shutil.copy(required, done)
+
+
+def _install_torch(home: str, required: Path) -> None:
+    """Its CPU build, if it is required: alone, pip would take one with gigabytes of CUDA."""
+    if found := re.search(r"^torch==.*$", required.read_text(encoding="utf-8"), re.M):
+        index = os.environ.get("TORCH_INDEX", "")
+        installer = [_python(home), str(ROOT / "install_torch.py"), "--build", "cpu"]
+        subprocess.run([*installer, "--index", index, found[0]], check=True)
 
 
 def _version(client: Client) -> str:
