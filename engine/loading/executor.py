@@ -70,7 +70,6 @@ def _model_executor(
         from penstock.engine.loading.devices import choose_device
         from penstock.engine.loading.load import load_executor
         from penstock.engine.loading.ranks import build_ranks, check_parallel
-        from penstock.engine.ranks.membership import Membership
 
         device = choose_device(config.device)
         implementation = find_implementation(directory, config.model_impl)
@@ -80,7 +79,7 @@ def _model_executor(
         check_parallel(config, directory)
         assert followers is not None
         return build_ranks(config, phases, followers, on_gpus=device.has_kernels)
-    return load_executor(config, directory, Membership(), device, phases)
+    return load_executor(config, directory, None, device, phases)
 
 
 def _refuse_ranks(layout: RankLayout, why: str) -> None:

@@ -44,7 +44,7 @@ from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters
 from penstock.engine.process.phases import Phases
-from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
+from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -55,6 +55,9 @@ _MAX_LOAD_THREADS = 16
 class GpuLoading(DecoderLoading):
     place: TorchRanks | SoleDevice
     default_block_size = 64
+
+    def alone(self) -> SoleDevice:
+        return SOLE_DEVICE
 
     def plan(self) -> None:
         config, model, gpu = self.config, self.model, self.device

@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    config: EngineConfig, directory: Path, place: Place, device: Device, phases: Phases
+    config: EngineConfig, directory: Path, place: "Place | None", device: Device, phases: Phases
 ) -> LoadedModel:
-    """Loads what one rank has of a model. Raises InvalidConfig and InvalidModel."""
+    """Loads what one rank has of a model; the place of the only one is None. Raises InvalidConfig
+    and InvalidModel."""
     loading: Callable[..., Loading]
     if isinstance(find_implementation(directory, config.model_impl), TransformersClass):
         from penstock.engine.loading.fallback import FallbackLoading
@@ -47,7 +48,7 @@ def load(
 
 
 def load_executor(
-    config: EngineConfig, directory: Path, place: Place, device: Device, phases: Phases
+    config: EngineConfig, directory: Path, place: "Place | None", device: Device, phases: Phases
 ) -> "CpuExecutor | CudaExecutor":
     """Makes an executor of what `load` returns, and writes where the memory went into the log.
     Raises InvalidConfig and InvalidModel."""

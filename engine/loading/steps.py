@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 
 class Loading(ABC):
-    """One start, of one rank. place: its, among all."""
+    """One start, of one rank. place: its, among all; None where it is the only one."""
 
     num_weight_bytes: int | None = None
     """None where it is not known before they are read."""
@@ -55,13 +55,17 @@ class Loading(ABC):
         self,
         config: EngineConfig,
         directory: Path,
-        place: Place,
+        place: "Place | None",
         device: Device,
         phases: Phases,
     ) -> None:
         """Raises InvalidConfig and InvalidModel."""
         self.config, self.directory = config, directory
-        self.place, self.device, self.phases = place, device, phases
+        self.place, self.device, self.phases = place or self.alone(), device, phases
+
+    def alone(self) -> Place:
+        """The place of the only rank."""
+        return Membership()
 
     def load(self) -> LoadedModel:
         """Raises InvalidConfig and InvalidModel."""

@@ -10,7 +10,7 @@ from penstock.engine.loading.devices import choose_device
 from penstock.engine.loading.load import load_executor
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership
-from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
+from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
 
 
 def cpu_executor(
@@ -19,9 +19,7 @@ def cpu_executor(
     phases: Phases | None = None,
     place: Membership | None = None,
 ) -> CpuExecutor:
-    executor = load_executor(
-        config, directory, place or Membership(), Processor(), phases or Phases()
-    )
+    executor = load_executor(config, directory, place, Processor(), phases or Phases())
     assert isinstance(executor, CpuExecutor), executor
     return executor
 
@@ -30,7 +28,7 @@ def cuda_executor(
     config: EngineConfig,
     directory: Path,
     device: Device | None = None,
-    ranks: TorchRanks | SoleDevice = SOLE_DEVICE,
+    ranks: TorchRanks | SoleDevice | None = None,
 ) -> CudaExecutor:
     """device: that of --device where none is given."""
     device = device or choose_device(config.device)

@@ -23,7 +23,6 @@ from penstock.engine.loading.executor import build_executor
 from penstock.engine.loading.load import load_executor
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.process.phases import Phases
-from penstock.engine.ranks.membership import Membership
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.fallback_runs import assert_greedy, greedy_answers, prompts
@@ -103,13 +102,13 @@ def test_on_a_gpu_the_pool_has_what_the_largest_step_leaves(moe: Path) -> None:
             return self.used
 
     config = engine_config(moe, kv_cache_memory_bytes=None, max_model_len=64)
-    info = load_executor(config, moe, Membership(), SmallGpu(), Phases()).info
+    info = load_executor(config, moe, None, SmallGpu(), Phases()).info
     assert info.device == SmallGpu.name
     held = 2**20 * 0.9 - (2**18 + 5 * 2**10) - 2**10
     assert info.num_blocks == held // (info.kv_bytes_per_token * info.block_size)
     changed = replace(config, gpu_memory_utilization=0.26)
     with pytest.raises(InvalidConfig, match="set --gpu-memory-utilization to at least"):
-        load_executor(changed, moe, Membership(), SmallGpu(), Phases())
+        load_executor(changed, moe, None, SmallGpu(), Phases())
 
 
 @pytest.mark.parametrize(
