@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.gpu import triton_cache
 from tests.bench.gpu.parts import PARTS, estimates
 from tests.bench.gpu.probe import Climb
 from tests.bench.gpu.record import Log, Record
@@ -106,11 +107,20 @@ def test_a_failure_loses_nothing_but_its_rung(tmp_path: Path, name: str, kind: s
 
 
 @pytest.mark.slow
-def test_a_rung_that_hangs_costs_its_limit_and_no_more(tmp_path: Path) -> None:
+def test_a_rung_that_hangs_is_tried_again_for_twice_the_time_and_costs_no_more(
+    tmp_path: Path,
+) -> None:
     climbed = Climbed(tmp_path, {"graph-pdl": "hang"}, patience=0.1)
     assert list(climbed.failures) == ["graph-pdl"]
     assert MESSAGES["hang"] in climbed.failures["graph-pdl"]
+    assert climbed.log.read_text().count(MESSAGES["hang"]) == 2
     assert climbed.way == NO_PDL
+
+
+@pytest.mark.slow
+def test_a_rung_that_is_late_has_found_nothing_wrong(tmp_path: Path) -> None:
+    climbed = Climbed(tmp_path, {"graph-pdl": "late"}, patience=0.1)
+    assert climbed.failures == {} and climbed.way == BEST
 
 
 def test_the_last_rungs_run_in_the_way_that_the_others_allow(tmp_path: Path) -> None:
@@ -223,7 +233,9 @@ def test_what_comes_back_is_few_files_of_bounded_size(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").stat().st_size <= 16 * 2**20
     _suite(tmp_path, "--parts", "device")
     names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names == {"rows.jsonl", "log.txt", "summary.json", "summary.txt"}
+    assert names == {
+        "rows.jsonl", "log.txt", "summary.json", "summary.txt", "triton_cache.tar.xz",
+    }  # fmt: skip
 
 
 def test_estimates_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +259,27 @@ def test_an_unknown_simulation_is_refused(
 ) -> None:
     assert main(["--out", str(tmp_path / "out"), "--simulate", wrong]) == 2
     assert "NAME=KIND" in capsys.readouterr().err
+
+
+def test_a_way_that_is_given_is_kept_whatever_the_probe_finds(tmp_path: Path) -> None:
+    _, rows, summary = _suite(tmp_path, "--parts", "probe,linear", "--way", "eager")
+    assert summary["failures"] == []
+    assert _ways(rows)["linear"] == {"PENSTOCK_PDL": "0", "flags": ["--enforce-eager"]}
+
+
+def test_what_was_compiled_comes_back_and_is_found_in_another_folder(tmp_path: Path) -> None:
+    kernel, file = tmp_path / "here" / "KEY", tmp_path / "cache.tar.xz"
+    kernel.mkdir(parents=True)
+    paths = {name: str(kernel / name) for name in ("k.json", "k.cubin", "k.ttir")}
+    for path in paths.values():
+        Path(path).write_text("{}")
+    (kernel / "__grp__k.json").write_text(json.dumps({"child_paths": paths}))
+    assert triton_cache.pack(kernel.parent, file)
+    there = tmp_path / "there"
+    assert triton_cache.unpack(file, there) == 3  # not the compiler's own texts
+    group = json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"]
+    assert group["k.cubin"] == str(there / "KEY" / "k.cubin")
+    assert triton_cache.unpack(file, there) == 0
 
 
 def test_a_file_that_cannot_be_read_is_no_run_to_go_on_from(

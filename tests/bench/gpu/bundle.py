@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from penstock.scheduler.errors import PenstockError
-from tests.bench.gpu.carried import FLASH_ATTN_3, FOLDER, WHEELS
+from tests.bench.gpu.carried import FLASH_ATTN_3, FOLDER, TRITON_CACHE, WHEELS
 
 ROOT = Path(__file__).parents[3]
 ARCHIVE = ROOT / "build" / "gpu-bundle.tar.xz"
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> int:
     _download(wanted)
     if args.flash_attn_3:
         _take_flash_attn_3(args.flash_attn_3)
+    if args.triton_cache:
+        shutil.copyfile(args.triton_cache, TRITON_CACHE)
     files = _files()
     num_bytes = sum(path.stat().st_size for path in files)
     if num_bytes > _MAX_BYTES:
@@ -130,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="WHEEL",
         help="of vLLM, for the same torch: FlashAttention 3's library goes along, to compare with",
+    )
+    parser.add_argument(
+        "--triton-cache",
+        type=Path,
+        metavar="FILE",
+        help="triton_cache.tar.xz of an earlier run: what it has is not compiled again",
     )
     return parser
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / "build" / "gpu-bundle"
 WHEELS, FLASH_ATTN_3 = FOLDER / "wheels", FOLDER / "flash_attn_3.tar.xz"
+TRITON_CACHE = FOLDER / "triton_cache.tar.xz"
+# Beside what travels, which has a limit.
+_UNPACKED = FOLDER.with_name("gpu-unpacked")
 
 
 def missing(modules: Iterable[str]) -> list[str]:
@@ -26,7 +29,7 @@ def use(modules: Iterable[str]) -> list[str]:
     """
     if not missing(modules) or not WHEELS.is_dir():
         return missing(modules)
-    packages = FOLDER / "packages"
+    packages = _UNPACKED / "packages"
     if not packages.exists():
         unpacked = packages.with_suffix(f".{os.getpid()}")
         for wheel in sorted(WHEELS.glob("*.whl")):
@@ -44,7 +47,7 @@ def flash_attn_3() -> Path | None:
     """The folder of FlashAttention 3's library, if it was carried."""
     if not FLASH_ATTN_3.exists():
         return None
-    folder = FOLDER / "flash_attn_3"
+    folder = _UNPACKED / "flash_attn_3"
     if not folder.exists():
         unpacked = folder.with_suffix(f".{os.getpid()}")
         shutil.rmtree(unpacked, ignore_errors=True)

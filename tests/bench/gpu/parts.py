@@ -30,13 +30,15 @@ _CORES_FOR_RUNGS = 8
 class Run:
     """One command of the suite. simulated: see `tests.bench.gpu.simulated`, by part or rung.
 
-    patience: of all limits; less than 1 for simulations. part: the one that runs.
+    patience: of all limits; less than 1 for simulations. part: the one that runs. is_way_forced:
+    the probe does not choose.
     """
 
     record: Record
     tiny: bool = False
     flash_attn_3: Path | None = None
     way: Way = field(default_factory=Way)
+    is_way_forced: bool = False
     simulated: dict[str, str] = field(default_factory=dict)
     patience: float = 1.0
     part: str = ""
@@ -98,7 +100,9 @@ def _probe(run: Run, limit_s: float) -> None:
     cores = 0 if run.tiny or run.simulated else (os.cpu_count() or 1) - _CORES_FOR_RUNGS
     ahead = _start_compiling(run, limit_s, ["probe"], max(0, cores))
     climb = Climb(run.tiny, run.simulated, run.note, run.fail, run.record.log, run.patience)
-    run.way = climb.way(time.monotonic() + limit_s)
+    found = climb.way(time.monotonic() + limit_s)
+    if not run.is_way_forced:
+        run.way = found
     run.record.event("way", overlaps=run.way.overlaps, graphs=run.way.graphs, name=run.way.name)
     _wait_for_compilers(run, ahead)
 
@@ -183,17 +187,17 @@ def _http(part: str, model: str) -> Callable[[Run, float], None]:
 # First what the others depend on, then what the goals name, then the rest.
 PARTS: tuple[Part, ...] = (
     Part("probe", 60, 180, _probe),
+    Part("device", 12, 60, _bench("device")),
+    Part("goals-small", 20, 60, _bench("steps", SMALL, "--points", "goals")),
+    Part("goals-llama", 35, 80, _bench("steps", LLAMA, "--points", "goals")),
+    Part("goals-attention", 10, 40, _bench("kernels", "decode-attention", "--first", "1")),
     Part("tests", 90, 150, _pytest(FILES, ALONE)),
     Part("compile", 25, 60, _compile),
-    Part("device", 12, 60, _bench("device")),
-    Part("linear", 75, 120, _bench("linear-tiles")),
-    Part("goals-llama", 35, 80, _bench("steps", LLAMA, "--points", "goals")),
-    Part("goals-small", 20, 60, _bench("steps", SMALL, "--points", "goals")),
-    Part("goals-attention", 10, 40, _bench("kernels", "decode-attention", "--first", "1")),
     Part("offline-small", 30, 80, _bench("offline", SMALL)),
     Part("offline-llama", 40, 90, _bench("offline", LLAMA)),
     Part("http", 70, 120, _http("http", QWEN)),
     Part("ready", 60, 120, _http("ready", LLAMA)),
+    Part("linear", 75, 120, _bench("linear-tiles")),
     Part("overlap", 30, 60, _bench("steps", LLAMA, "--points", "overlap")),
     Part("decode-attention", 30, 60, _bench("kernels", "decode-attention")),
     Part("prefill-attention", 25, 60, _bench("kernels", "prefill-attention")),

@@ -2,7 +2,8 @@
 
 Each rung is a process of its own, so that a hang, a refusal or a lost device ends that rung alone.
 Rungs of one wave run at once; if several of them fail, each is tried again alone, since one may
-have taken the others with it.
+have taken the others with it. One whose time was up has found nothing wrong, and may only have
+compiled for too long: it is tried again alone, for twice the time.
 """
 
 import os
@@ -49,36 +50,40 @@ class Climb:
     def _try_wave(self, wave: Sequence[Rung], way: Way, ends_s: float) -> set[str]:
         """The names of those that passed."""
         at_once = max(1, min(len(wave), (os.cpu_count() or 1) // _CORES_PER_RUNG))
-        problems: dict[str, str | None] = {}
+        found: dict[str, Ended] = {}
         for first in range(0, len(wave), at_once):
-            problems |= self._try(wave[first : first + at_once], way, ends_s)
-        failed = [rung for rung in wave if problems[rung.name]]
-        if at_once > 1 and len(failed) > 1:
-            for rung in failed:
-                problems |= self._try([rung], way, ends_s)
-        for name, problem in problems.items():
-            if problem:
-                self.fail(name, problem)
-        return {name for name, problem in problems.items() if problem is None}
+            found |= self._try(wave[first : first + at_once], way, ends_s)
+        failed = [rung for rung in wave if found[rung.name].problem]
+        have_company = at_once > 1 and len(failed) > 1
+        for rung in failed:
+            timed_out = found[rung.name].timed_out
+            if have_company or timed_out:
+                found |= self._try([rung], way, ends_s, times=2 if timed_out else 1)
+        for name, ended in found.items():
+            if ended.problem:
+                self.fail(name, ended.problem)
+        return {name for name, ended in found.items() if not ended.problem}
 
-    def _try(self, rungs: Sequence[Rung], way: Way, ends_s: float) -> dict[str, str | None]:
-        """What is wrong with each, run at once."""
-        problems: dict[str, str | None] = {}
+    def _try(
+        self, rungs: Sequence[Rung], way: Way, ends_s: float, times: int = 1
+    ) -> dict[str, Ended]:
+        """How each ended, run at once. times: of its limit."""
+        found: dict[str, Ended] = {}
 
         def run(rung: Rung) -> None:
-            problems[rung.name] = self._problem(rung, way, ends_s)
+            found[rung.name] = self._run(rung, way, ends_s, times)
 
         threads = [threading.Thread(target=run, args=(rung,)) for rung in rungs]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return {rung.name: problems[rung.name] for rung in rungs}
+        return {rung.name: found[rung.name] for rung in rungs}
 
-    def _problem(self, rung: Rung, way: Way, ends_s: float) -> str | None:
-        limit_s = min(rung.limit_s * self.patience, ends_s - time.monotonic())
+    def _run(self, rung: Rung, way: Way, ends_s: float, times: int) -> Ended:
+        limit_s = min(times * rung.limit_s * self.patience, ends_s - time.monotonic())
         if limit_s <= 0:
-            return "the probe's time was used up before it could start"
+            return Ended("the probe's time was used up before it could start", 0.0)
         rows: list[Row] = []
 
         def note(row: Row) -> None:
@@ -90,7 +95,8 @@ class Climb:
         process = Process(
             self._command(rung, way), note, self.log, limit_s=limit_s, environment=environment
         )
-        return _verdict(process.wait(), rows)
+        ended = process.wait()
+        return ended if ended.problem else Ended(_wrong(rows), ended.seconds)
 
     def _command(self, rung: Rung, way: Way) -> list[str]:
         kind = self.simulated.get(rung.name, self.simulated.get("all"))
@@ -101,9 +107,8 @@ class Climb:
         return [sys.executable, "-m", "tests.bench.gpu.rung", rung.name, *tiny, *flags]
 
 
-def _verdict(ended: Ended, rows: Sequence[Row]) -> str | None:
-    if ended.problem:
-        return ended.problem
+def _wrong(rows: Sequence[Row]) -> str | None:
+    """What the rows of a rung that came to its end say against it."""
     if not rows:
         return "it ended without a result"
     wrong = [row for row in rows if not row.get("is_right")]

@@ -32,10 +32,11 @@ class Log(Protocol):
 @dataclass(frozen=True, slots=True)
 class Ended:
     """problem: why the process counts as failed, or None. The end of its log follows the first
-    line."""
+    line. timed_out: it was stopped, which says nothing of what it would have found."""
 
     problem: str | None
     seconds: float
+    timed_out: bool = False
 
 
 class Process:
@@ -87,9 +88,10 @@ class Process:
 
     def wait(self) -> Ended:
         """Until it ends or its time is up. Never much longer, even if it cannot be ended."""
-        reason = ""
+        reason, timed_out = "", False
         try:
             if not self._has_ended_by(self._ends_s):
+                timed_out = True
                 reason = f"stopped after {time.monotonic() - self._started_s:.0f} s"
                 if time.monotonic() < self._ends_s:
                     reason += f", {self._stall_s:.0f} of them without a result"
@@ -106,7 +108,7 @@ class Process:
             return Ended(None, seconds)
         tail = self._tail.decode(errors="replace").strip()
         last = tail.splitlines()[-1] if tail else "its log is empty"
-        return Ended(f"{reason or _status(status)}: {last}\n{tail}", seconds)
+        return Ended(f"{reason or _status(status)}: {last}\n{tail}", seconds, timed_out)
 
     def end(self) -> bool:
         """Ends it, and what it has started. True if it is still there."""

@@ -18,7 +18,7 @@ class Rung:
 # Each inner tuple runs at once where there are cores for it: after the first, which finds torch on
 # a cold disk, most of a rung's seconds are imports and compilation.
 WAVES: tuple[tuple[Rung, ...], ...] = (
-    (Rung("kernel", 45, "one kernel computes what torch computes"),),
+    (Rung("kernel", 60, "one kernel computes what torch computes"),),
     (
         Rung("kernel-pdl", 25, "kernels that start early compute the same"),
         Rung("graph", 25, "a captured graph computes the same"),

@@ -9,13 +9,17 @@ import signal
 import sys
 import time
 
-KINDS = ("pass", "hang", "refusal", "abort", "wrong")
+KINDS = ("pass", "hang", "late", "refusal", "abort", "wrong")
+# Longer than a rung may take at a patience of 0.1, and less than twice as long.
+_LATE_S = 3.5
 
 
 def main(kind: str, name: str) -> int:
     environment = {"PENSTOCK_PDL": os.environ.get("PENSTOCK_PDL"), "flags": sys.argv[3:]}
     row = {"part": "probe", "rung": name, "is_right": kind != "wrong", "simulated": environment}
-    if kind in ("pass", "wrong"):
+    if kind == "late":
+        time.sleep(_LATE_S)
+    if kind in ("pass", "late", "wrong"):
         print(json.dumps(row), flush=True)
         return 0
     if kind == "hang":

@@ -17,8 +17,10 @@ A GPU that is lent for minutes is enough: `--parts probe,tests,compile` is usefu
 `--resume FOLDER/rows.jsonl` goes on where an earlier run ended, with what it found. `--list` prints
 the parts and the seconds that each takes.
 
-The folder --out gets four files: rows.jsonl (each row as it is measured), log.txt (what the
-processes said), summary.json, and summary.txt (rows, goals and failures for people). `--tiny` runs
+The folder --out gets five files: rows.jsonl (each row as it is measured), log.txt (what the
+processes said), summary.json, summary.txt (rows, goals and failures for people), and
+triton_cache.tar.xz, which --resume and `make gpu-bundle` take, so that nothing compiles twice.
+`--tiny` runs
 the same code at toy sizes in a few minutes, without a GPU in Triton's interpreter; its figures mean
 nothing.
 """
@@ -30,13 +32,16 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from penstock.scheduler.errors import InvalidConfig
-from tests.bench.gpu import carried
+from tests.bench.gpu import carried, triton_cache
 from tests.bench.gpu.goals import table, verdicts
 from tests.bench.gpu.memory import GpuMemory
 from tests.bench.gpu.parts import PARTS, Part, Run, chosen, estimates
@@ -44,10 +49,11 @@ from tests.bench.gpu.processes import end_all
 from tests.bench.gpu.record import Record, details, failures_table
 from tests.bench.gpu.rungs import RUNGS
 from tests.bench.gpu.simulated import KINDS
-from tests.bench.gpu.ways import Way
+from tests.bench.gpu.ways import WAYS, Way
 
 # For a part's memory to be given back. A process that cannot be ended may hold it for ever.
 _MEMORY_PATIENCE_S = 15.0
+_CACHE = "triton_cache.tar.xz"
 # Less than this is not worth a start.
 _LEAST_S = 5.0
 # Modules that some part imports: their absence is said before any second of the GPU is spent.
@@ -72,6 +78,7 @@ def main(argv: list[str]) -> int:
             tiny=args.tiny,
             flash_attn_3=args.flash_attn_3 or (None if args.tiny else carried.flash_attn_3()),
             way=_way(record, args),
+            is_way_forced=args.way is not None,
             simulated=_simulated(args.simulate),
             patience=args.patience,
         )
@@ -84,14 +91,36 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     record.event("run", **_description(args))
     print(estimates(parts, args.minutes), file=sys.stderr, flush=True)
-    try:
-        _run(run, parts, time.monotonic() + 60 * args.minutes)
-    except KeyboardInterrupt:
-        run.fail("", "interrupted")
-    finally:
-        end_all()
-    _conclude(run)
+    with _compiled(record, args):
+        try:
+            _run(run, parts, time.monotonic() + 60 * args.minutes)
+        except KeyboardInterrupt:
+            run.fail("", "interrupted")
+        finally:
+            end_all()
+        _conclude(run)
     return 1 if record.failures() else 0
+
+
+@contextmanager
+def _compiled(record: Record, args: argparse.Namespace) -> Iterator[None]:
+    """In this context, Triton has what the bundle and the run to go on from have compiled. What it
+    has at the end is written to the record's folder."""
+    before = [carried.TRITON_CACHE]
+    if args.resume:
+        before.append(args.resume.parent / _CACHE)
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(os.environ.setdefault("TRITON_CACHE_DIR", folder))
+        try:
+            for file in before:
+                if file.exists():
+                    triton_cache.unpack(file, cache)
+            yield
+        finally:
+            if os.environ["TRITON_CACHE_DIR"] == folder:
+                del os.environ["TRITON_CACHE_DIR"]
+        if not triton_cache.pack(cache, record.folder / _CACHE):
+            print(f"gpu_suite: {cache} is too large to be given back", file=sys.stderr)
 
 
 def _run(run: Run, parts: list[Part], ends_s: float) -> None:
@@ -143,11 +172,13 @@ def _conclude(run: Run) -> None:
 
 
 def _way(record: Record, args: argparse.Namespace) -> Way:
-    """As the probe of the run that this one goes on from found it, or as the flags have it."""
+    """As --way has it, or as the probe of the run that this one goes on from found it."""
+    if args.way:
+        return WAYS[args.way]
     found = record.events("way")
-    if found and not args.enforce_eager:
+    if found:
         return Way(overlaps=found[-1]["overlaps"], graphs=found[-1]["graphs"])
-    return Way(overlaps=os.environ.get("PENSTOCK_PDL") != "0", graphs=not args.enforce_eager)
+    return Way(overlaps=os.environ.get("PENSTOCK_PDL") != "0")
 
 
 def _simulated(wanted: list[str]) -> dict[str, str]:
@@ -218,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         help="rows.jsonl of an earlier run: go on with what it found, and run what it did not",
     )
     add("--minutes", type=float, default=9.0, help="for everything (default: %(default)s)")
-    add("--enforce-eager", action="store_true", help="without CUDA graphs, whatever was found")
+    add("--way", choices=WAYS, help="how kernels are launched, whatever the probe finds")
     add("--flash-attn-3", type=Path, metavar="DIR", help="see above")
     add("--tiny", action="store_true", help="see above")
     add(

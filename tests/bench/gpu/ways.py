@@ -43,6 +43,14 @@ _NEEDS: tuple[tuple[Way, set[str]], ...] = (
 )
 
 
+WAYS = {
+    "graphs-pdl": Way(),
+    "graphs": Way(overlaps=False),
+    "eager-pdl": Way(graphs=False),
+    "eager": Way(False, False),
+}
+
+
 def way_for(passed: Collection[str]) -> Way:
     """The fastest way that all its rungs allow; without any, the slowest."""
     return next((way for way, needed in _NEEDS if needed <= set(passed)), Way(False, False))
