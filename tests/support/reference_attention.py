@@ -28,7 +28,8 @@ def reference_attention(
         )
         grouped = query[first:end].float().view(-1, num_kv_heads, group, head_dim)
         scores = torch.einsum("qkgd,skd->kgqs", grouped, key) * head_dim**-0.5
-        scores = scores.masked_fill(~visible(step.positions[first:end], context_len, window), -1e30)
+        seen = visible(step.positions[first:end], context_len, window)
+        scores = scores.masked_fill(~seen.to(scores.device), -1e30)
         if sinks is not None:
             for_heads = sinks.view(num_kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, for_heads), dim=-1)

@@ -307,6 +307,9 @@ def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(float(0.8 + torch.rand(1, generator=generator) / 4))
+    if family == "gpt_oss":
+        for layer in model.model.layers:  # in older versions a constant
+            layer.mlp.experts.limit = config.swiglu_limit
     return model
 
 

@@ -113,7 +113,8 @@ class KernelTests:
                 self.log,
                 limit_s=limit_s,
                 stall_s=self.stall_s,
-                environment=self.environment | {"PENSTOCK_TESTS_DONE": names.name},
+                environment=self.environment
+                | {"PENSTOCK_TESTS_DONE": names.name, "OMP_NUM_THREADS": str(_CORES_PER_FILE)},
             )
             ended = process.wait()
         # Of pytest: tests failed; and no test was left.
