@@ -2,19 +2,19 @@
 
 At batch 1 to 16 a matrix product is bound by reading the weight, and every further launch costs as
 much as reading 6 MB of weights. So one kernel reads the weight once, far ahead, and also computes
-the RMSNorm of its input (a scale per row, applied at the end, except in float16), SiLU(gate) * up,
-the bias, and the residual addition.
+SiLU(gate) * up, the bias, the residual addition, and what the next product needs of its RMSNorm.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.activation import silu
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, next_power_of_2
+from penstock.engine.kernels.sizes import NUM_SMS, ceil_div, max_shared_bytes, next_power_of_2
 
 # The largest row count it is meant for: twice the smallest that the matrix units take.
 MAX_ROWS = 16
@@ -30,45 +30,51 @@ class Tile(NamedTuple):
     warps: int
 
 
-# With four stages, 24 KiB of the weight are in flight, and 12 or 24 of x. Twice the chunk would
-# spill registers if there is a norm. Written and read once each, a KiB of the weight takes shared
-# memory 24 clocks with its share of x, 32 if there are more than eight rows; a norm adds to that.
-# An H200's memory delivers a KiB to a multiprocessor in some 50.
-TILE = Tile(outputs=16, chunk=256, stages=4, warps=2)
-# For layers whose outputs are too few to occupy every multiprocessor evenly with tiles of 16.
-NARROW = Tile(outputs=8, chunk=256, stages=6, warps=2)
-# For 9 to 16 rows, where tiles of 16 outputs would read as many bytes of x, from the cache, as of
-# the weight. Three stages, so that two programs fit a multiprocessor.
-WIDE = Tile(outputs=32, chunk=256, stages=3, warps=2)
-# Programs of a first wave: three for each multiprocessor.
-FETCHING = 3 * NUM_SMS
-# Prefetched of a weight to the L2 cache while the previous kernel still runs: what memory delivers
-# in the 2 us that one kernel takes to drain and the next to fill, a small part of the cache.
-_AHEAD_BYTES = 2**23
+# Weight rows of a program, those of gate and up together, where there is one for every
+# multiprocessor. Of the tiles that were timed on an H200, `tile_of` chooses those with which a step
+# of Llama-3.1-8B and of Qwen3-0.6B is fastest; loadtest/LOG.md has the others.
+_WEIGHT_ROWS = 32
+# Bytes of each row that are read at a time, of long rows and of short ones.
+_LONG_CHUNK, _SHORT_CHUNK, _SHORT_ROW = 1024, 512, 2048
+
+
+class Scaled(NamedTuple):
+    """Rows of which a norm is half computed: what is left is a factor for each row, which a product
+    applies to its sums. So its loop has nothing to do for the norm.
+
+    values: (T, columns), the rows times the norm's weight. squares: (T, parts) float32, of each
+    part of a row the sum of the squares before.
+    """
+
+    values: Tensor
+    squares: Tensor
 
 
 def skinny_linear(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: Tensor,
     out: Tensor,
     *,
-    norm: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    following: Tensor | None = None,
     tile: Tile | None = None,
-) -> None:
-    """out = x' W^T + bias + residual, where x' is x, or its RMSNorm if `norm` is given.
+) -> Scaled | None:
+    """out = x' W^T + bias + residual, where x' is x, or what its norm gives.
 
     x: (T, columns), T at most MAX_ROWS. weight: (outputs, columns). out, residual: (T, outputs),
     or columns of a wider tensor; they may be the same. is_gated: weight is (2 * outputs, columns),
     the gate's rows first, and out = silu(gate) * up, without a bias or residual. Sums are float32.
-    tile: by default one that gives a row the same bits whatever the others are.
+    eps: of x's norm. following: the weight of a norm of out, which is then returned as far as it
+    can be computed here. tile: by default one that gives a row the same bits whatever the others
+    are.
     """
-    num_rows, columns = x.shape
+    values, *_ = scaled = as_scaled(x)
+    num_rows, columns = values.shape
     outputs = out.shape[1]
-    tile = tile or tile_of(outputs, num_rows)
+    tile = tile or tile_of(outputs, columns, num_rows, values.element_size(), is_gated=is_gated)
     chunk = max(16 * tile.warps, min(tile.chunk, next_power_of_2(columns)))
     assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
@@ -76,127 +82,90 @@ def skinny_linear(
     rows = FEW_ROWS if num_rows <= FEW_ROWS and tile.outputs >= 16 else MAX_ROWS
     # No more than there are chunks: shared memory decides how many programs fit.
     num_stages = min(tile.stages, ceil_div(columns, chunk) + 1)
-    _skinny[(ceil_div(outputs, tile.outputs),)](
-        x, weight, norm, bias, residual, out, num_rows, columns, outputs, out.stride(0), eps,
-        ahead_of_row(weight, columns, tile.outputs * (1 + is_gated), tile.chunk),
+    grid = ceil_div(outputs, tile.outputs)
+    next_input = scaled_like(out, following, grid)
+    _skinny[(grid,)](
+        values, weight, bias, residual, out, num_rows, columns, outputs, out.stride(0),
+        **norm_arguments(scaled, eps, following, next_input),
         IS_GATED=is_gated, ROWS=rows, OUTPUTS=tile.outputs, CHUNK=chunk, WARPS=tile.warps,
-        FETCHING=FETCHING, num_warps=tile.warps, num_stages=num_stages, **overlapped(),
+        num_warps=tile.warps, num_stages=num_stages, **overlapped(),
     )  # fmt: skip
+    return next_input
 
 
-def tile_of(outputs: int, num_rows: int) -> Tile:
-    """The narrow one where tiles of 16 would leave the multiprocessors idle a quarter of the time.
-
-    All divide the columns alike, so an output is the same sum whatever the number of rows.
-    """
-    programs = ceil_div(outputs, TILE.outputs)
-    if programs < 0.75 * NUM_SMS * ceil_div(programs, NUM_SMS):
-        return NARROW
-    wide_programs = ceil_div(outputs, WIDE.outputs)
-    return WIDE if num_rows > FEW_ROWS and wide_programs > 0.9 * NUM_SMS else TILE
+def as_scaled(x: Tensor | Scaled) -> tuple[Tensor, Tensor | None]:
+    """Values, and squares if there are some."""
+    return x if isinstance(x, Scaled) else (x, None)
 
 
-def ahead_of_row(weight: Tensor, columns: int, rows: int, chunk: int) -> int:
-    """Bytes of each row to prefetch, of which a program has `rows`; a multiple of 16, as the
-    instruction requires."""
-    row_bytes = columns * weight.element_size()
-    if row_bytes % 16:
-        return 0
-    share = _AHEAD_BYTES // min(len(weight), FETCHING * rows) // 16 * 16
-    return min(row_bytes, max(share, chunk * weight.element_size()))
+def scaled_like(out: Tensor, following: Tensor | None, num_parts: int) -> Scaled | None:
+    """For what a product adds for the norm that follows."""
+    if following is None:
+        return None
+    squares = torch.empty(len(out), num_parts, dtype=torch.float32, device=out.device)
+    return Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), squares)
 
 
-# One thread in four, so that the rows are spread over the warps.
-_FETCH = tl.constexpr("""{
-    .reg .pred wanted;
-    setp.ne.b32 wanted, $2, 0;
-    @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;
-}""")
+def norm_arguments(
+    x: tuple[Tensor, Tensor | None], eps: float, following: Tensor | None, scaled: Scaled | None
+) -> dict[str, Any]:
+    """Of the norm before a product, and of that which follows."""
+    squares, num_parts = x[1], 1 if x[1] is None else x[1].shape[1]
+    values, next_squares = scaled or (None, None)
+    return {
+        "squares": squares, "num_parts": num_parts, "PARTS": next_power_of_2(num_parts), "eps": eps,
+        "following": following, "values": values, "next_squares": next_squares,
+    }  # fmt: skip
 
 
-@triton.jit
-def _fetch_ahead(weight, first, end, columns, ahead, ROWS: tl.constexpr):
-    """Prefetches the first bytes of weight rows [first, first + ROWS) below end to L2."""
-    thread = tl.arange(0, ROWS * 4)
-    row = first + thread // 4
-    size = tl.where((thread % 4 == 0) & (row < end), ahead, 0)
-    address = (weight + row.to(tl.int64) * columns).to(tl.int64)
-    tl.inline_asm_elementwise(
-        _FETCH, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1
-    )
+def tile_of(
+    outputs: int, columns: int, num_rows: int, itemsize: int, *, is_gated: bool = False
+) -> Tile:
+    """The fastest, where all rows' sums are the same whatever their number: the columns are divided
+    by the layer's shape alone."""
+    is_short = columns * itemsize <= _SHORT_ROW
+    size = _SHORT_CHUNK if is_short or is_gated else _LONG_CHUNK
+    height, warps = _WEIGHT_ROWS // 2, 2
+    stages = 6 if is_short else 4
+    rows = FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS
+    if not is_gated:
+        if ceil_div(outputs, height) <= NUM_SMS:
+            size, stages, warps = _LONG_CHUNK, 6, 4
+        elif _evenness(outputs, 2 * height) >= 0.9 * _evenness(outputs, height):
+            height *= 2
+        if rows == MAX_ROWS and ceil_div(outputs, height) > NUM_SMS:
+            stages -= 1  # for the next program, which is behind it
+    stage_bytes = size * (height * (1 + is_gated) + rows)
+    most = max_shared_bytes() // stage_bytes + 1  # one of them is not in shared memory
+    return Tile(height, size // itemsize, min(stages, most), warps)
 
 
-@triton.jit
-def fetch_outputs(
-    weight, outputs, columns, ahead,
-    OUTPUTS: tl.constexpr, IS_GATED: tl.constexpr, FETCHING: tl.constexpr,
-):  # fmt: skip
-    """Prefetches a program's rows of a weight, whose rows for up follow those of the gate."""
-    first = tl.program_id(0) * OUTPUTS
-    # Later programs start when their weights are wanted: too late to fetch ahead.
-    soon = tl.where(tl.program_id(0) < FETCHING, ahead, 0)
-    _fetch_ahead(weight, first, outputs, columns, soon, OUTPUTS)
-    if IS_GATED:
-        _fetch_ahead(weight, first + outputs, 2 * outputs, columns, soon, OUTPUTS)
+def _evenness(outputs: int, height: int) -> float:
+    """The share of the multiprocessors that tiles of this height occupy on average."""
+    programs = ceil_div(outputs, height)
+    return programs / (NUM_SMS * ceil_div(programs, NUM_SMS))
 
 
 @triton.jit
-def _squares(x):
-    """The sum of each eight neighbouring columns' squares, x being (warps, rows, columns): so a
-    thread adds up its own."""
-    parts = tl.reshape(x * x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8))
-    return tl.sum(parts, 3)
+def load_squares(squares, num_rows, num_parts, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """(PARTS, ROWS), before a loop that hides the wait for them; zeros without a norm."""
+    loaded = tl.zeros((PARTS, ROWS), tl.float32)
+    if squares is not None:
+        part, row = tl.arange(0, PARTS)[:, None], tl.arange(0, ROWS)[None, :]
+        mask = (part < num_parts) & (row < num_rows)
+        loaded = tl.load(squares + row * num_parts + part, mask=mask, other=0.0)
+    return loaded
 
 
-@triton.jit
-def _inverse_rms(square, columns, eps):
-    """For each row, of its sums of squares, (warps, rows, parts): (rows,)."""
-    return tl.rsqrt(tl.sum(tl.sum(square, 2), 0) / columns + eps)
-
-
-@triton.jit
-def norms_before(x_row, norm, offset, is_row, columns, square, eps, CHUNK: tl.constexpr):
-    """Each row's factor for `load_inputs`, (rows,): in float16, where a row times the norm's weight
-    may exceed what the type holds before its norm, the inverse RMS."""
-    if (norm is not None) & (x_row.dtype.scalar.element_ty == tl.float16):
-        for start in range(0, columns, CHUNK):
-            column = (start + offset)[:, None, :]
-            mask = is_row[None, :, None] & (column < columns)
-            square += _squares(tl.load(x_row + column, mask=mask, other=0.0).to(tl.float32))
-        inverse = _inverse_rms(square, columns, eps)
-    else:
-        inverse = tl.full((x_row.shape[1],), 1.0, tl.float32)
-    return inverse
-
-
-@triton.jit
-def load_inputs(x_row, norm, column, is_row, columns, inverse, square):
-    """x at these columns, (warps, 1, n), times its norm's weight; and the sum of its squares until
-    there, or in float16 x times `inverse` before that."""
-    is_column = column < columns
-    a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
-    if norm is not None:
-        wide = a.to(tl.float32)
-        scale = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
-        if a.dtype == tl.float16:
-            wide = wide * inverse[None, :, None]
-        else:
-            square += _squares(wide)
-        a = (wide * scale).to(a.dtype)
-    return a, square
-
-
-@triton.jit(do_not_specialize=["num_rows", "ahead"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _skinny(
-    x, weight, norm, bias, residual, out, num_rows, columns, outputs, out_stride, eps, ahead,
+    x, weight, bias, residual, out, num_rows, columns, outputs, out_stride,
+    squares, num_parts, eps, following, values, next_squares,
     IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHUNK: tl.constexpr,
-    WARPS: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of all rows. Each warp multiplies its own columns of a chunk, so that the
     weight is read from shared memory once. What has 16 rows at least is the left operand."""
-    if PDL:
-        fetch_outputs(weight, outputs, columns, ahead, OUTPUTS, IS_GATED, FETCHING)
     wait_for_kernels_before(PDL)
     PART: tl.constexpr = CHUNK // WARPS
     IS_LEFT: tl.constexpr = OUTPUTS >= 16
@@ -209,13 +178,13 @@ def _skinny(
     x_row = x + tl.arange(0, ROWS)[None, :, None] * columns
     acc = tl.zeros((WARPS, OUTPUTS, ROWS) if IS_LEFT else (WARPS, ROWS, OUTPUTS), tl.float32)
     acc_up = acc
-    square = tl.zeros((WARPS, ROWS, PART // 8), tl.float32)
-    inverse = norms_before(x_row, norm, offset, is_row, columns, square, eps, CHUNK)
+    square = load_squares(squares, num_rows, num_parts, ROWS, PARTS)
     for start in range(0, columns, CHUNK):
         column = (start + offset)[:, None, :]
-        mask = is_output[None, :, None] & (column < columns)
+        is_column = column < columns
+        mask = is_output[None, :, None] & is_column
         w = tl.load(weight_row + column, mask=mask, other=0.0)
-        a, square = load_inputs(x_row, norm, column, is_row, columns, inverse, square)
+        a = tl.load(x_row + column, mask=is_row[None, :, None] & is_column, other=0.0)
         acc = _add_product(w, a, acc, IS_LEFT)
         if IS_GATED:
             u = tl.load(up_row + column, mask=mask, other=0.0)
@@ -226,25 +195,26 @@ def _skinny(
         total = tl.trans(total)
         total_up = tl.trans(total_up)
     store_outputs(
-        total, total_up, square, x, norm, bias, residual, out, output, num_rows, columns, outputs,
-        out_stride, eps, IS_GATED,
+        total, total_up, square, x, squares, bias, residual, out, output, num_rows, columns,
+        outputs, out_stride, eps, following, values, next_squares, IS_GATED,
     )  # fmt: skip
 
 
 @triton.jit
 def store_outputs(
-    total, total_up, square, x, norm, bias, residual, out, output, num_rows, columns, outputs,
-    out_stride, eps, IS_GATED: tl.constexpr,
+    total, total_up, square, x, squares, bias, residual, out, output, num_rows, columns, outputs,
+    out_stride, eps, following, values, next_squares, IS_GATED: tl.constexpr,
 ):  # fmt: skip
     """Writes (outputs, rows) sums with what is fused to them; total_up: those of up, if gated.
-    square: each row's sums of squares."""
+    square: as loaded from squares."""
     kind = out.dtype.element_ty
     row = tl.arange(0, total.shape[1])
     is_output = output < outputs
-    mask = is_output[:, None] & (row < num_rows)[None, :]
+    is_row = row < num_rows
+    mask = is_output[:, None] & is_row[None, :]
     target = row[None, :].to(tl.int64) * out_stride + output[:, None]
-    if (norm is not None) & (x.dtype.element_ty != tl.float16):
-        scale = _inverse_rms(square, columns, eps)[None, :]
+    if squares is not None:
+        scale = tl.rsqrt(tl.sum(square, 0) / columns + eps)[None, :]
         total = total * scale
         total_up = total_up * scale
     if IS_GATED:
@@ -256,7 +226,16 @@ def store_outputs(
     if residual is not None:
         total = total.to(kind).to(tl.float32)
         total += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + target, total.to(kind), mask=mask)
+    total = total.to(kind)
+    tl.store(out + target, total, mask=mask)
+    if following is not None:
+        wide = total.to(tl.float32)
+        norm = tl.load(following + output, mask=is_output, other=0.0).to(tl.float32)
+        place = row[None, :].to(tl.int64) * outputs + output[:, None]
+        tl.store(values + place, (wide * norm[:, None]).to(kind), mask=mask)
+        part = row * tl.num_programs(0) + tl.program_id(0)
+        own = tl.where(mask, wide * wide, 0.0)
+        tl.store(next_squares + part, tl.sum(own, 0), mask=is_row)
 
 
 @triton.jit

@@ -42,10 +42,10 @@ def test_a_committed_table_is_what_the_launch_code_makes(name: str) -> None:
     assert _printed("-m", command) == committed, f"run `python -m {command} --write`"
 
 
-def test_no_goal_is_missed_by_what_is_expected() -> None:
+def test_what_a_device_measured_stands_beside_each_goal_that_it_has_measured() -> None:
     committed = (_FOLDER / "ESTIMATE.md").read_text(encoding="utf-8")
-    assert "Qwen3-8B by HTTP" in committed
-    assert "NOT MET" not in committed
+    (line,) = (line for line in committed.splitlines() if "Qwen3-8B by HTTP" in line)
+    assert line.endswith("| 17,249 |")
 
 
 _BEFORE = """
@@ -54,7 +54,7 @@ from tests.bench.gpu.assumptions import _timed
 from dataclasses import replace
 cublas = Work(name="cuBLAS", programs=0, fit=0, busy=0, product=(256, 6144, 4096))
 product = Work(name="_skinny", programs=264, fit=2, busy=264, memory_bytes=43_000_000,
-               ahead_bytes=4_300_000, in_flight=50_000)
+               in_flight=50_000)
 before = Timed(replace(product, name="_embed"), us=20.0, memory_us=0.0)
 half = replace(product, programs=66, busy=66, in_flight=20_000)
 empty = replace(product, programs=264 * 3)
@@ -73,7 +73,6 @@ _TIMES = {
     "half": _us("half", "None", "EXPECTED"),
     "empty": _us("empty", "None", "EXPECTED"),
     "given": _us("product", "None", "given"),
-    "given, after another": _us("product", "before", "given"),
 }
 
 
@@ -105,8 +104,6 @@ def test_between_two_measured_sizes_a_product_takes_its_share_of_both() -> None:
 
 def test_a_product_takes_its_bytes_and_what_surrounds_them(us: dict[str, float]) -> None:
     assert us["given"] == pytest.approx(10 + 2)
-    # What was prefetched while the kernel before left the memory idle is not read again.
-    assert us["given, after another"] == pytest.approx(9 + 2)
 
 
 def test_half_of_the_device_with_little_on_its_way_is_slower_than_the_memory(

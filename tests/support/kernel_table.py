@@ -32,7 +32,7 @@ _PRODUCTS = {
     **{"_decode": "HMMA", "_prefill": "HGMMA"},
 }
 # Programs that must fit a multiprocessor at once, for as many bytes in flight as the memory needs.
-_LEAST_PROGRAMS = {"_decode": 3, "_skinny": 2, "_prefill": 1}
+_LEAST_PROGRAMS = {"_decode": 3, "_skinny": 1, "_prefill": 1}
 # Of the decodes of larger heads, whose tiles have twice as many bytes.
 _WIDE_HEAD, _LEAST_WIDE = 128, 2
 

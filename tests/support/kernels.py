@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.linear import Scaled
 from penstock.engine.memory.pool.kv_codes import Codes, encode
 
 ON_GPU = torch.cuda.is_available()
@@ -25,6 +26,13 @@ def error(out: Tensor, reference: Tensor) -> float:
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """NaNs, so that every element that is not written shows."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def scaled(x: Tensor, norm: Tensor, num_parts: int = 3) -> Scaled:
+    """As the product before leaves it."""
+    parts = x.float().square().tensor_split(num_parts, 1)
+    squares = torch.stack([part.sum(1) for part in parts], 1)
+    return Scaled((x.float() * norm.float()).to(x.dtype), squares)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -394,7 +394,10 @@ class PretendGpu:
             return np.array(self.tolist(), dtype=name).reshape(self.shape)
 
         properties = SimpleNamespace(
-            multi_processor_count=132, L2_cache_size=60_000_000, total_memory=self.total_bytes
+            multi_processor_count=132,
+            L2_cache_size=60_000_000,
+            total_memory=self.total_bytes,
+            shared_memory_per_block_optin=227 * 1024,
         )
         return [
             (cuda, "is_available", lambda: True),

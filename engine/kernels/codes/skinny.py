@@ -15,13 +15,13 @@ from penstock.engine.kernels.codes.numbers import load_groups, numbers
 from penstock.engine.kernels.codes.weight import CodedWeight
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.linear import (
-    FETCHING,
     FEW_ROWS,
     MAX_ROWS,
-    ahead_of_row,
-    fetch_outputs,
-    load_inputs,
-    norms_before,
+    Scaled,
+    as_scaled,
+    load_squares,
+    norm_arguments,
+    scaled_like,
     store_outputs,
 )
 from penstock.engine.kernels.sizes import ceil_div
@@ -41,59 +41,59 @@ _STAGE_COLUMNS = 256
 
 
 def skinny_grouped_linear(
-    x: Tensor,
+    x: Tensor | Scaled,
     weight: CodedWeight,
     out: Tensor,
     *,
-    norm: Tensor | None = None,
     eps: float = 0.0,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    following: Tensor | None = None,
     tile: CodedTile = TILE,
-) -> None:
+) -> Scaled | None:
     """out = x' W^T + bias + residual: see `skinny_linear`, whose arguments these are."""
-    num_rows, columns = x.shape
+    values, *_ = scaled = as_scaled(x)
+    num_rows, columns = values.shape
     outputs, row_bytes = out.shape[1], weight.codes.shape[1]
     warps = _STAGE_COLUMNS // weight.run
     chunk = warps * weight.run
-    assert columns == weight.columns, (x.shape, weight.columns)
+    assert columns == weight.columns, (values.shape, weight.columns)
     assert residual is None or residual.stride(0) == out.stride(0), residual.stride()
     assert num_rows <= MAX_ROWS and not (is_gated and (bias is not None or residual is not None))
-    _skinny_grouped[(ceil_div(outputs, tile.outputs),)](
-        x, weight.codes, weight.scales, weight.zeros, norm, bias, residual, out, num_rows, columns,
-        outputs, row_bytes, weight.scales.shape[1], out.stride(0), eps,
-        ahead_of_row(weight.codes, row_bytes, tile.outputs * (1 + is_gated), chunk),
-        **weight.constants, IS_GATED=is_gated, ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
+    grid = ceil_div(outputs, tile.outputs)
+    next_input = scaled_like(out, following, grid)
+    _skinny_grouped[(grid,)](
+        values, weight.codes, weight.scales, weight.zeros, bias, residual, out, num_rows, columns,
+        outputs, row_bytes, weight.scales.shape[1], out.stride(0),
+        **norm_arguments(scaled, eps, following, next_input), **weight.constants,
+        IS_GATED=is_gated, ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
         OUTPUTS=tile.outputs, WARPS=warps, STAGES=min(tile.stages, ceil_div(row_bytes, chunk) + 1),
-        FETCHING=FETCHING, num_warps=warps, **overlapped(),
+        num_warps=warps, **overlapped(),
     )  # fmt: skip
+    return next_input
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _skinny_grouped(
-    x, codes, scales, zeros, norm, bias, residual, out, num_rows, columns, outputs, row_bytes,
-    scale_stride, out_stride, eps, ahead,
+    x, codes, scales, zeros, bias, residual, out, num_rows, columns, outputs, row_bytes,
+    scale_stride, out_stride, squares, num_parts, eps, following, values, next_squares,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
     IS_GATED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WARPS: tl.constexpr,
-    STAGES: tl.constexpr, FETCHING: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """OUTPUTS outputs of all rows. Each warp multiplies its own run of bytes of a chunk."""
-    if PDL:
-        fetch_outputs(codes, outputs, row_bytes, ahead, OUTPUTS, IS_GATED, FETCHING)
     wait_for_kernels_before(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < outputs
-    is_row = tl.arange(0, ROWS) < num_rows
+    is_row = (tl.arange(0, ROWS) < num_rows)[None, :, None]
     part = tl.arange(0, WARPS)
     inside = tl.arange(0, RUN)
     codes_row = codes + output.to(tl.int64)[None, :, None] * row_bytes
     x_row = x + tl.arange(0, ROWS)[None, :, None] * columns
     acc = tl.zeros((WARPS, OUTPUTS, ROWS), tl.float32)
     acc_up = acc
-    square = tl.zeros((WARPS, ROWS, RUN // 8), tl.float32)
-    offset = part[:, None] * RUN + inside[None, :]
-    inverse = norms_before(x_row, norm, offset, is_row, columns, square, eps, WARPS * RUN)
+    square = load_squares(squares, num_rows, num_parts, ROWS, PARTS)
     for start in tl.range(0, row_bytes, WARPS * RUN, num_stages=STAGES):
         run = start + part * RUN
         byte = (run[:, None] + inside[None, :])[:, None, :]
@@ -101,10 +101,11 @@ def _skinny_grouped(
         w = tl.load(codes_row + byte, mask=mask, other=0)
         first_column = run * (8 // BITS)
         column = (first_column[:, None] + inside[None, :])[:, None, :]
-        a, square = load_inputs(x_row, norm, column, is_row, columns, inverse, square)
+        a = tl.load(x_row + column, mask=is_row & (column < columns), other=0.0)
         b = a
         if BITS == 4:
-            b, square = load_inputs(x_row, norm, column + RUN, is_row, columns, inverse, square)
+            column += RUN
+            b = tl.load(x_row + column, mask=is_row & (column < columns), other=0.0)
         acc = _add_products(
             w, a, b, acc, scales, zeros, scale_stride, first_column, columns, output, is_output, 0,
             BITS, GROUP_SIZE, LEVELS, RUN,
@@ -116,8 +117,8 @@ def _skinny_grouped(
                 is_output, outputs, BITS, GROUP_SIZE, LEVELS, RUN,
             )  # fmt: skip
     store_outputs(
-        tl.sum(acc, 0), tl.sum(acc_up, 0), square, x, norm, bias, residual, out, output, num_rows,
-        columns, outputs, out_stride, eps, IS_GATED,
+        tl.sum(acc, 0), tl.sum(acc_up, 0), square, x, squares, bias, residual, out, output,
+        num_rows, columns, outputs, out_stride, eps, following, values, next_squares, IS_GATED,
     )  # fmt: skip
 
 

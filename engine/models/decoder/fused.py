@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.activation import silu_mul, softcap
 from penstock.engine.kernels.attention.protocol import DeviceAttention
-from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.kernels.linear import MAX_ROWS, Scaled
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.models.config import ModelConfig
@@ -151,7 +151,9 @@ class FusedModel:
         self._inputs = (
             None if inputs is None else FusedPerLayerInputs(inputs, model.config.norm.eps)
         )
-        self._fuses = all(map(_fuses, set(model.config.layers)))
+        # A state times a norm's weight may be more than float16 holds before its factor.
+        is_wide = model.embedding.dtype is not torch.float16
+        self._fuses = is_wide and all(map(_fuses, set(model.config.layers)))
         self._multiplier = multiplier(model.config.embedding, model.embedding.dtype)
         self._make_logits(max_rows)
 
@@ -208,10 +210,10 @@ class FusedModel:
         Valid until the next call. Of several ranks, the first has them; the others get their own
         columns, which are of no use.
         """
-        model, eps, num_rows = self._model, self._model.config.norm.eps, len(states)
+        num_rows = len(states)
         if num_rows <= MAX_ROWS:
             out = self._few_logits[:num_rows]
-            self._lm_head.few(states, out, norm=model.norm, eps=eps)
+            self._lm_head.few(self.normed(states), out)
         else:
             out = self._lm_head.many(self.normed(states), self._logits[:num_rows])
         out = self._scaled(out)
@@ -243,8 +245,12 @@ class FusedModel:
 
     def normed(self, states: Tensor) -> Tensor:
         """After the final norm."""
+        return self._normed(states, self._model.norm)
+
+    def _normed(self, states: Tensor, norm: Tensor | None) -> Tensor:
+        assert norm is not None, "see _fuses"
         normed = torch.empty_like(states)
-        rms_norm(states, self._model.norm, self._model.config.norm.eps, normed)
+        rms_norm(states, norm, self._model.config.norm.eps, normed)
         return normed
 
     def _mixed(self, step: DeviceStep, residual: Tensor) -> dict[tuple[int, ...], Tensor]:
@@ -261,23 +267,34 @@ class FusedModel:
     def _fused(
         self, steps: list[DeviceStep], residual: Tensor, mixed: dict[tuple[int, ...], Tensor]
     ) -> None:
-        eps = self._model.config.norm.eps
-        # The sum over all ranks must have what was there before once.
-        group = self._model.group
-        before = residual if group is None or group.rank == 0 else None
-        for index, layer in enumerate(self._layers):
+        eps, layers = self._model.config.norm.eps, self._layers
+        x: Tensor | Scaled = self._normed(residual, layers[0].norms.input_norm)
+        for index, layer in enumerate(layers):
             projected = []
             for linear in layer.mixer.projections:
                 projected.append(residual.new_empty(len(residual), linear.out_features))
-                linear.few(residual, projected[-1], norm=layer.norms.input_norm, eps=eps)
+                linear.few(x, projected[-1], eps=eps)
             flat = layer.mixer(projected, steps[layer.group], mixed[layer.mixer.out_shape])
-            layer.mixer.output.few(flat, residual, residual=before)
-            self._summed(residual)
+            x = self._added(layer.mixer.output, flat, residual, layer.norms.mlp_norm)
             assert layer.mlp is not None, index
             active = residual.new_empty(len(residual), layer.mlp.config.size)
-            layer.gate_up.few_gated(residual, active, norm=layer.norms.mlp_norm, eps=eps)
-            layer.down.few(active, residual, residual=before)
-            self._summed(residual)
+            layer.gate_up.few_gated(x, active, eps=eps)
+            is_last = index + 1 == len(layers)
+            following = None if is_last else layers[index + 1].norms.input_norm
+            x = self._added(layer.down, active, residual, following)
+
+    def _added(
+        self, linear: FusedLinear, x: Tensor, residual: Tensor, norm: Tensor | None
+    ) -> Tensor | Scaled:
+        """Adds a product to the states. Returns what the next product reads, after this norm;
+        without one, nothing reads it."""
+        group = self._model.group
+        if group is None:
+            return linear.few(x, residual, residual=residual, following=norm) or residual
+        # The sum over all ranks must have what was there before once.
+        linear.few(x, residual, residual=residual if group.rank == 0 else None)
+        group.all_reduce(residual)
+        return residual if norm is None else self._normed(residual, norm)
 
     def _one_by_one(
         self,

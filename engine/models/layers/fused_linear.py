@@ -16,7 +16,7 @@ from penstock.engine.kernels.codes import scaled
 from penstock.engine.kernels.codes.numbers import dequantize
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
-from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.linear import MAX_ROWS, Scaled, skinny_linear
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
@@ -32,11 +32,11 @@ MAX_TILED_ROWS = 512
 
 
 class Around(TypedDict, total=False):
-    """What is computed with a product: RMSNorm of x before it, an addition after it."""
+    """What is computed with a product: see `skinny_linear`."""
 
-    norm: Tensor | None
     eps: float
     residual: Tensor | None
+    following: Tensor | None
 
 
 class FusedLinear(ABC):
@@ -45,13 +45,13 @@ class FusedLinear(ABC):
     out_features: int
 
     @abstractmethod
-    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
-        """As `skinny_linear`: out = x' W^T + b + residual, x' being x or its RMSNorm."""
+    def few(self, x: Tensor | Scaled, out: Tensor, **around: Unpack[Around]) -> Scaled | None:
+        """As `skinny_linear`: out = x' W^T + b + residual, x' being x or what its norm gives."""
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
-        """out = silu(gate) * up of x or its RMSNorm, where the layer stacks gate and up."""
-        both = x.new_empty(len(x), self.out_features)
-        self.few(x, both, norm=norm, eps=eps)
+    def few_gated(self, x: Tensor | Scaled, out: Tensor, *, eps: float) -> None:
+        """out = silu(gate) * up of x or what its norm gives, where the layer stacks gate and up."""
+        both = out.new_empty(len(out), self.out_features)
+        self.few(x, both, eps=eps)
         silu_mul(both, out)
 
     @abstractmethod
@@ -71,19 +71,21 @@ def product(linear: FusedLinear, x: Tensor) -> Tensor:
 class _FusedMatrix(FusedLinear):
     """A layer of one weight. skinny: `skinny_linear` or its like, of that weight."""
 
-    def __init__(self, skinny: Callable[..., None], out_features: int, bias: Tensor | None) -> None:
+    def __init__(
+        self, skinny: Callable[..., Scaled | None], out_features: int, bias: Tensor | None
+    ) -> None:
         self._skinny = skinny
         self._bias = bias
         self.out_features = out_features
 
-    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
-        self._skinny(x, out=out, bias=self._bias, **around)
+    def few(self, x: Tensor | Scaled, out: Tensor, **around: Unpack[Around]) -> Scaled | None:
+        return self._skinny(x, out=out, bias=self._bias, **around)
 
-    def few_gated(self, x: Tensor, out: Tensor, *, norm: Tensor | None, eps: float) -> None:
+    def few_gated(self, x: Tensor | Scaled, out: Tensor, *, eps: float) -> None:
         if self._bias is None:
-            self._skinny(x, out=out, norm=norm, eps=eps, is_gated=True)
+            self._skinny(x, out=out, eps=eps, is_gated=True)
         else:
-            super().few_gated(x, out, norm=norm, eps=eps)
+            super().few_gated(x, out, eps=eps)
 
 
 class FusedPlainLinear(_FusedMatrix):
@@ -150,7 +152,8 @@ class FusedStackedLinear(FusedLinear):
         self._parts = [fused_linear(part) for part in linear.parts]
         self.out_features = sum(part.out_features for part in self._parts)
 
-    def few(self, x: Tensor, out: Tensor, **around: Unpack[Around]) -> None:
+    def few(self, x: Tensor | Scaled, out: Tensor, **around: Unpack[Around]) -> Scaled | None:
+        assert around.get("following") is None, "a norm is of one part's outputs"
         sizes = [part.out_features for part in self._parts]
         outs = torch.split(out, sizes, dim=1)
         residual = around.get("residual")
@@ -158,6 +161,7 @@ class FusedStackedLinear(FusedLinear):
         for part, columns, added in zip(self._parts, outs, residuals, strict=True):
             around["residual"] = added
             part.few(x, columns, **around)
+        return None
 
     def many(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.cat([part.many(x) for part in self._parts], dim=1, out=out)

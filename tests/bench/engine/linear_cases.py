@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.kernels.linear import MAX_ROWS, skinny_linear
+from penstock.engine.kernels.linear import MAX_ROWS, Scaled, skinny_linear
 from penstock.engine.models.config import ModelConfig
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
@@ -75,10 +75,11 @@ def _fused(bench: Bench, at: dict[str, object], layer: str, columns: int, output
     num_out = outputs // 2 if is_gated else outputs
     residual = bench.random(1, num_out)
     out = bench.poisoned(1, num_out)
+    scaled = Scaled(x * norm, x.float().square().sum(1, keepdim=True))
 
     def run(weight: Tensor) -> None:
         if is_normed:
-            skinny_linear(x, weight, out, norm=norm, eps=_EPS, is_gated=is_gated)
+            skinny_linear(scaled, weight, out, eps=_EPS, is_gated=is_gated)
         else:
             skinny_linear(x, weight, out, residual=residual)
 

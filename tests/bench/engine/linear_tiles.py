@@ -1,7 +1,7 @@
 """Which tile of `skinny_linear` is fastest, and up to how many rows it beats torch's product.
 
 All four matrices of a layer are timed; the sum of their times is what a layer takes. The rows
-`linear tile` are the measurements, `linear choice` the sums: they decide `TILE`, `NARROW` and
+`linear tile` are the measurements, `linear choice` the sums: they decide `tile_of` and
 `MAX_ROWS` of `penstock.engine.kernels.linear`. present_us is what `tile_of` chooses by matrix.
 """
 
@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.linear import MAX_ROWS, NARROW, TILE, Tile, skinny_linear, tile_of
+from penstock.engine.kernels.linear import MAX_ROWS, Tile, skinny_linear, tile_of
 from tests.bench.engine.case import Bench
 from tests.bench.engine.linear_cases import layer_shapes
 from tests.bench.engine.models import model_config
@@ -36,16 +36,16 @@ _BUDGET_S = 0.02
 
 
 def tiles(tiny: bool = False) -> list[Tile]:
-    """The present one first: if time runs out, the last ones are missing."""
+    """The likeliest first: if time runs out, the last ones are missing."""
     if tiny:
-        return [TILE, NARROW]
+        return [Tile(16, 256, 4, 2), Tile(8, 256, 6, 2)]
     fields = [
         *product((16, 32), (128, 256, 512), (3, 4, 6), (2, 4)),
         # A multiprocessor has one of these at a time: it needs more on its way.
         *product((8,), (128, 256, 512), (4, 6, 8), (2, 4)),
     ]
     found = [tile for tile in map(Tile._make, fields) if _shared_bytes(tile) <= _MAX_SHARED_BYTES]
-    return sorted(found, key=lambda tile: tile != TILE)
+    return sorted(found, key=lambda tile: tile.chunk * tile.outputs, reverse=True)
 
 
 def _shared_bytes(tile: Tile) -> int:
@@ -91,16 +91,16 @@ def measure_linear_tiles(tiny: bool) -> None:
 
 def _measure_rows(bench: Bench, model: str, rows: int, chosen: list[Tile]) -> None:
     sums: dict[Tile, list[float]] = {tile: [] for tile in chosen}
-    gated = "gate_up"  # its launch has half of the outputs, which decide the tile
     torch_s = present_s = 0.0
     shapes = layers(model, bench.tiny)
     for name, (outputs, columns) in shapes.items():
         layer = _Layer(bench, rows, outputs, columns)
         torch_s += seconds_per_call(layer.by_torch(), _BUDGET_S)
         at: dict[str, object] = {"model": model, "layer": name, "rows": rows}
-        for tile, seconds in _times(bench, layer, chosen, at):
-            sums[tile].append(seconds)
-            present = tile_of(outputs // 2 if name == gated else outputs, rows)
+        present = tile_of(outputs, columns, rows, bench.dtype.itemsize)
+        for tile, seconds in _times(bench, layer, list(dict.fromkeys((present, *chosen))), at):
+            if tile in sums:
+                sums[tile].append(seconds)
             present_s += seconds if tile == present else 0.0
         del layer
     complete = {tile: sum(times) for tile, times in sums.items() if len(times) == len(shapes)}

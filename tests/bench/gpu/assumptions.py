@@ -36,20 +36,19 @@ class Assumptions:
     access: float
     end: float
     empty_wave: float
-    prefetches: bool
 
 
 EXPECTED = Assumptions(
     read_share=0.95, cache=5.5e12, latency=0.6, cublas=Of.MEDIAN,
     prefill_share=0.37, issue_share=0.8, tile_share=0.6, flash_attention=269.4,
     gap=0.6, gap_alone=1.3, access=0.35, end=0.4,
-    empty_wave=0.8, prefetches=True,
+    empty_wave=0.8,
 )  # fmt: skip
 AT_WORST = Assumptions(
     read_share=0.89, cache=4.5e12, latency=0.8, cublas=Of.SLOWEST,
     prefill_share=0.21, issue_share=0.6, tile_share=0.45, flash_attention=248.2,
     gap=1.3, gap_alone=1.8, access=0.5, end=0.7,
-    empty_wave=1.2, prefetches=False,
+    empty_wave=1.2,
 )  # fmt: skip
 SOURCES = {
     "copy": "bytes/s, read and written; measured on an H200: device-to-device copies of 8.6 GB",
@@ -77,8 +76,6 @@ SOURCES = {
     "access": "us for one load that the next one waits for, from L2; to be measured",
     "end": "us from the last bytes to the end: reductions, stores; to be measured",
     "empty_wave": "us for a wave of programs that find nothing to do; to be measured",
-    "prefetches": "a product's prefetch uses the memory while the kernel before leaves it idle; to "
-    "be measured",
 }  # fmt: skip
 
 # Instructions of warps in a microsecond, of all multiprocessors.
@@ -128,11 +125,8 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     chain = _CHAIN.get(kernel, 0) + work.rotates + 2 * work.is_split
     lead = gap + chain * given.access
     memory = work.memory_bytes / read_rate
-    ahead = 0.0
-    if given.prefetches and before is not None:
-        ahead = min(work.ahead_bytes / read_rate, lead + before.us - before.memory_us)
     streams = max(
-        memory - ahead,
+        memory,
         work.cached_bytes / given.cache * 1e6,
         _busiest(work, given),
         work.issued / (_ISSUED * given.issue_share),
@@ -141,7 +135,7 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     )
     empty = -(-work.empty // (work.fit * NUM_SMS)) if work.fit else 0
     us = lead + given.latency + streams + given.end + empty * given.empty_wave
-    return Timed(work, us, memory - ahead)
+    return Timed(work, us, memory)
 
 
 def _busiest(work: Work, given: Assumptions) -> float:

@@ -1,12 +1,13 @@
 """`python -m tests.bench.gpu.estimate`: what each goal should measure on an H200, line by line.
 
-ESTIMATE.md keeps the text (`--write`), and a test fails where it is stale. The first measurement
-on a device is compared with it. What each launch has to do comes from the launch code
+ESTIMATE.md keeps the text (`--write`), and a test fails where it is stale. What a device has
+measured stands beside it. What each launch has to do comes from the launch code
 (`tests.bench.gpu.work`); how fast a device does it is assumed (`tests.bench.gpu.assumptions`).
 """
 
 from tests.bench.gpu.launches import Model, Step  # isort: skip: turns the interpreter on
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -22,13 +23,15 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SampledTokens, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
 from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Timed, timed
-from tests.bench.gpu.goals import GOALS, LLAMA, QWEN, SMALL, Goal
+from tests.bench.gpu.goals import GOALS, LLAMA, QWEN, SMALL, Goal, Row, with_shares
 from tests.bench.gpu.others import FRAMEWORKS, MEASURED, YARDSTICK
 from tests.bench.gpu.work import Work, Workbench
 from tests.support.compile_kernels import QUANTIZED
 from tests.support.paths import MODEL_CONFIGS
 
 FILE = Path(__file__).with_name("ESTIMATE.md")
+# The last rows of the suite that a device has printed for each goal.
+MEASUREMENTS = Path(__file__).with_name("measured_h200.jsonl")
 # `tests.bench.engine.steps` times steps 7 to 46 after the context.
 _STEPS_SINCE = 26
 
@@ -290,8 +293,9 @@ _OPENING = """\
 # What each goal should measure on an H200
 
 Made by `python -m tests.bench.gpu.estimate --write` from the launch code, the models' configs
-and the assumptions below; a test fails where it is stale. Nothing here was measured but what is
-said to be. A measurement that misses its line says which assumption, or which kernel, to look at.
+and the assumptions below; a test fails where it is stale. Measured: what the suite has found last
+on an H200, some of it before the launch code became what it is; loadtest/LOG.md says when. A
+measurement that misses its line says which assumption, or which kernel, to look at.
 """
 _OTHERS = """\
 ## Attention beside what others measured
@@ -301,18 +305,30 @@ whence. SGLang and vLLM run FlashAttention 3. Where ours is below all of them, d
 """
 
 
+def _measurements() -> list[Row]:
+    rows = [json.loads(line) for line in MEASUREMENTS.read_text(encoding="utf-8").splitlines()]
+    (device,) = (row for row in rows if row["part"] == "device")
+    return [with_shares(row, device) for row in rows]
+
+
 def text() -> str:
-    lines = ["| goal | wanted | expected | at worst | |", "|---|---:|---:|---:|---|"]
+    lines = [
+        "| goal | wanted | expected | at worst | | measured |",
+        "|---|---:|---:|---:|---|---:|",
+    ]
+    measured = _measurements()
     for one in estimates():
         goal, sign = one.goal, "<=" if one.goal.is_at_most else ">="
-        shown = [_shown(goal, value) for value in (one.expected, one.at_worst)]
+        values = one.expected, one.at_worst, goal.measured(measured)
+        shown = [_shown(goal, value) for value in values]
         wanted = f"{sign} {goal.wanted:,g} {goal.unit}"
-        lines.append(f"| {goal.what} | {wanted} | {shown[0]} | {shown[1]} | {one.word} |")
+        lines.append(
+            f"| {goal.what} | {wanted} | {shown[0]} | {shown[1]} | {one.word} | {shown[2]} |"
+        )
     given = ["| assumption | expected | at worst | what it is, and its source |"]
     given.append("|---|---:|---:|---|")
     for field in fields(Assumptions):
-        values = [getattr(which, field.name) for which in (EXPECTED, AT_WORST)]
-        both = " | ".join(map(_text, values))
+        both = " | ".join(_text(getattr(which, field.name)) for which in (EXPECTED, AT_WORST))
         given.append(f"| {field.name} | {both} | {SOURCES[field.name]} |")
     parts = [_OPENING.rstrip(), "\n".join(lines), "## Assumptions", "\n".join(given)]
     parts += [

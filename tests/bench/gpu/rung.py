@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from penstock.engine.kernels.launch import overlap, overlapped
-from penstock.engine.kernels.linear import skinny_linear
-from penstock.engine.kernels.norm import add_rms_norm
+from penstock.engine.kernels.linear import Scaled, skinny_linear
+from penstock.engine.kernels.norm import add_rms_norm, rms_norm
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.types import Request, RequestId, SamplingParams, ScheduledBatch
 from tests.bench.engine.driver import Driver
@@ -64,16 +64,21 @@ class Chain:
 
     def run(self) -> None:
         self.residual.copy_(self._start)  # a kernel that starts early comes right behind a copy
+        norm = self._norm
+        rms_norm(self.residual, norm, _EPS, self.normed)
+        x: Tensor | Scaled = self.normed
         for _ in range(self._depth):
             active = self.residual.new_empty(len(self.residual), self._down.shape[1])
-            norm = self._norm
-            skinny_linear(self.residual, self._up, active, norm=norm, eps=_EPS, is_gated=True)
+            skinny_linear(x, self._up, active, eps=_EPS, is_gated=True)
             if self._between:
                 self._between(self)
-            change = torch.empty_like(self.residual)
-            skinny_linear(active, self._down, change)
-            add_rms_norm(change, self.residual, norm, _EPS, self.normed)
-            del active, change
+            scaled = skinny_linear(
+                active, self._down, self.residual, residual=self.residual, following=norm
+            )
+            assert scaled is not None
+            x = scaled
+            del active
+        rms_norm(self.residual, norm, _EPS, self.normed)
 
     def expected(self) -> Tensor:
         """`normed`, by torch alone."""

@@ -23,10 +23,9 @@ class Work:
     """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
     torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
     cache; cached_bytes: that should. flops: on the matrix units, of attention; products: of tiles
-    whose weights are codes. issued: instructions of warps. ahead_bytes: that it prefetches
-    while the kernel before runs. in_flight: bytes of a program that are on their way at once. Of a
-    decode, is_split: it combines pieces; rotates: queries and keys first. product: rows, outputs
-    and columns of one of cuBLAS.
+    whose weights are codes. issued: instructions of warps. in_flight: bytes of a program
+    that are on their way at once. Of a decode, is_split: it combines pieces; rotates: queries and
+    keys first. product: rows, outputs and columns of one of cuBLAS.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Work:
     flops: float = 0.0
     issued: float = 0.0
     products: float = 0.0
-    ahead_bytes: int = 0
     in_flight: int = 0
     is_split: bool = False
     rotates: bool = False
@@ -111,13 +109,11 @@ def _skinny(launched: Launched) -> dict[str, Any]:
     outputs, columns = weight.shape
     tile_bytes = constants["OUTPUTS"] * constants["CHUNK"] * weight.element_size()
     gates = 2 if constants["IS_GATED"] else 1
-    rows_each = constants["OUTPUTS"] * gates
     return {
         "name": f"_skinny {outputs} x {columns}",
         "memory_bytes": weight.nbytes,
         # Every program reads all rows of x; the weight comes by the cache too.
         "cached_bytes": weight.nbytes + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
-        "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
         "in_flight": (launched.options["num_stages"] - 1) * tile_bytes * gates,
     }
 
@@ -135,7 +131,6 @@ def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
         "name": f"_skinny_grouped {_kind(launched)} {outputs} x {a['columns']}",
         "memory_bytes": coded,
         "cached_bytes": coded + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
-        "ahead_bytes": a["ahead"] * min(outputs, constants["FETCHING"] * rows_each),
         "in_flight": (constants["STAGES"] - 1) * rows_each * chunk,
         "issued": float(launched.programs * constants["WARPS"] * rounds * loop),
     }

@@ -13,10 +13,11 @@ from penstock.engine.kernels.codes.numbers import dequantize, unpacking, widenin
 from penstock.engine.kernels.codes.skinny import skinny_grouped_linear
 from penstock.engine.kernels.codes.tiles import tiled_linear
 from penstock.engine.kernels.codes.weight import CodedWeight
+from penstock.engine.kernels.linear import Scaled
 from penstock.engine.models.layers.coded import CodedLinear
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
-from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random
+from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, poisoned, random, scaled
 from tests.support.weight_formats import coded
 
 EPS = 1e-5
@@ -163,18 +164,24 @@ def check_fusions(linear: GroupedLinear, num_rows: int, dtype: torch.dtype) -> N
     of_normed = functional.rms_norm(x.float(), (COLUMNS,), norm.float(), EPS) @ plain.T
 
     logits = poisoned(num_rows, OUTPUTS)
-    skinny_grouped_linear(x, weight, logits, norm=norm, eps=EPS)
+    skinny_grouped_linear(scaled(x, norm), weight, logits, eps=EPS)
     assert error(logits, of_normed) < TOLERANCE[dtype]
     # Into columns of a wider tensor.
     wide = poisoned(num_rows, 2 * OUTPUTS, dtype=dtype)
-    skinny_grouped_linear(x, weight, wide[:, OUTPUTS:], norm=norm, eps=EPS, bias=bias)
+    skinny_grouped_linear(scaled(x, norm), weight, wide[:, OUTPUTS:], eps=EPS, bias=bias)
     assert error(wide[:, OUTPUTS:], of_normed + bias.float()) < TOLERANCE[dtype]
     assert bool(wide[:, :OUTPUTS].isnan().all())
     in_place = residual.clone()
-    skinny_grouped_linear(x, weight, in_place, bias=bias, residual=in_place)
+    following = random(OUTPUTS, dtype=dtype, seed=2)
+    added = skinny_grouped_linear(
+        x, weight, in_place, bias=bias, residual=in_place, following=following
+    )
     assert error(in_place, product + bias.float() + residual.float()) < TOLERANCE[dtype]
+    assert isinstance(added, Scaled)
+    assert error(added.values, in_place.float() * following.float()) < TOLERANCE[dtype]
+    assert error(added.squares.sum(1), in_place.float().square().sum(1)) < TOLERANCE[dtype]
     gated = poisoned(num_rows, OUTPUTS // 2, dtype=dtype)
-    skinny_grouped_linear(x, weight, gated, norm=norm, eps=EPS, is_gated=True)
+    skinny_grouped_linear(scaled(x, norm), weight, gated, eps=EPS, is_gated=True)
     gate, up = of_normed.chunk(2, -1)
     assert error(gated, functional.silu(gate) * up) < TOLERANCE[dtype]
 

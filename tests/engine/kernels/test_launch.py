@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from triton import knobs
 
 from penstock.engine.kernels.launch import _device_overlaps, overlap, overlapped
-from penstock.engine.kernels.linear import skinny_linear
+from penstock.engine.kernels.linear import Scaled, skinny_linear
 from penstock.engine.kernels.norm import add_rms_norm
 from tests.support.kernels import DEVICE, ON_GPU, random
 
@@ -65,12 +66,15 @@ def test_a_captured_chain_computes_the_same_when_its_kernels_start_early() -> No
     def chain() -> None:
         # Memory is freed and reused between kernels, and one tensor is updated in place.
         residual.copy_(start)
+        x: Tensor | Scaled | None = residual
         for _ in range(depth):
+            assert x is not None
             active = residual.new_empty(4, wide)
-            skinny_linear(residual, up, active, norm=norm, eps=1e-5, is_gated=True)
+            skinny_linear(x, up, active, eps=1e-5, is_gated=True)
             change, normed = torch.empty_like(residual), torch.empty_like(residual)
             skinny_linear(active, down, change)
             add_rms_norm(change, residual, norm, 1e-5, normed)
+            x = skinny_linear(active, down, residual, residual=residual, following=norm)
             del active, change, normed
 
     def captured(enabled: bool) -> torch.cuda.CUDAGraph:

@@ -68,6 +68,7 @@ class Model:
             make_linear,
             max_model_len=MAX_LEN,
             device=DEVICE,
+            maps_tables=False,
         )
         windows = config.attention_windows(BLOCK_SIZE)
         pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, DEVICE)

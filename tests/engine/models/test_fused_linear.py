@@ -15,7 +15,7 @@ from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.layers.fused_linear import fused_linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear, StoredLinear
-from tests.support.kernels import DEVICE, error, poisoned, random
+from tests.support.kernels import DEVICE, error, poisoned, random, scaled
 from tests.support.weight_formats import NegatedLinear, coded
 
 COLUMNS, OUTPUTS, EPS, TOLERANCE = 80, 64, 1e-5, 1e-5
@@ -66,7 +66,7 @@ def test_few_rows_and_many_are_multiplied_with_what_codes_stand_for(
     product.few(x, out, residual=out)
     assert error(out, x @ weight.T + bias + residual) < TOLERANCE
     gated = poisoned(3, OUTPUTS // 2)
-    product.few_gated(x, gated, norm=norm, eps=EPS)
+    product.few_gated(scaled(x, norm), gated, eps=EPS)
     normed = functional.rms_norm(x, (COLUMNS,), norm, EPS)
     gate, up = (normed @ weight.T + bias).chunk(2, -1)
     assert error(gated, functional.silu(gate) * up) < TOLERANCE
