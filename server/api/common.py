@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import hmac
-import math
 import re
 import time
 from collections.abc import Callable, Coroutine
@@ -20,6 +19,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.server.errors import InvalidApiKey, InvalidRequest
 from penstock.server.http.access import RESPONSE_HEADERS, TENANT
 from penstock.server.http.body import BodyMemory, read_body
+from penstock.server.numbers import plain_number
 from penstock.server.observability.request_log import CLIENT_GONE, note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.request_builder import Arrival
@@ -108,13 +108,12 @@ def _seconds(headers: Headers, name: str) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = math.nan
-    if not 0 < milliseconds < math.inf:
+    milliseconds = plain_number(text)
+    if not milliseconds > 0:
         raise InvalidRequest(
-            f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0", param=name
+            f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0, such as "
+            "250 or 0.5",
+            param=name,
         )
     return milliseconds / 1e3
 

@@ -2,11 +2,14 @@
 `--config` file and the field that it sets follow. The field says its type and its default."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
 from types import NoneType
 from typing import Any, TypeVar, get_args
+
+from penstock.server.numbers import plain_number
 
 _Config = TypeVar("_Config")
 
@@ -24,6 +27,23 @@ class Extend(argparse.Action):
         before = getattr(namespace, self.dest)
         given = [] if before is self.default else before
         setattr(namespace, self.dest, [*given, *values])
+
+
+def number(text: str) -> float:
+    """As argparse's `type`, whose errors have its name."""
+    value = plain_number(text)
+    if math.isnan(value):
+        raise ValueError(text)
+    return value
+
+
+def integer(text: str) -> int:
+    """The same."""
+    number(text)
+    return int(text)
+
+
+_NUMBERS = {int: integer, float: number}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +97,7 @@ class Flag:
             choices = [str(each) for each in self.choices or (kind if _is_choice(kind) else ())]
             metavar = "|".join(choices) if _is_choice(kind) and default is not None else None
             options |= {"choices": choices or None, "metavar": words[0] if words else metavar}
-            options["type"] = None if choices or kind is str else kind
+            options["type"] = None if choices or kind is str else _NUMBERS.get(kind, kind)
             if words[1:]:
                 options |= {"nargs": "+", "action": self.action}
         help_text = self.help if "(default: " in self.help else f"{self.help} (default: {shown})"

@@ -14,13 +14,14 @@ from typing import Any, NoReturn
 import yaml
 
 from penstock.scheduler.errors import InvalidConfig
+from penstock.server.flags.flag import integer, number
 from penstock.server.flags.vllm_flags import REFUSED, says_nothing
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
 # A key in a variable is one key, with whatever characters; other lists are words.
 _API_KEY = "api_key"
 _EXIT_USAGE = 2  # as argparse exits
-_TYPES = {int: "a whole number", float: "a number"}
+_TYPES = {integer: "a whole number", number: "a number"}
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -1,6 +1,7 @@
 """Where the values of flags come from, and what is said of wrong ones."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_what_is_not_a_size_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     assert "--max-model-len" in error and "4K (4,096)" in error
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1_000", "\u0663", " 5", "1e999", "five", ""])
+@pytest.mark.parametrize("flag", ["request-timeout", "itl-target-ms", "max-loras", "port"])
+def test_what_is_not_a_plain_number_is_refused_in_one_line(
+    flag: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text(json.dumps({flag: text}))
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", f"--{flag}={text}"])
+    assert ended.value.code == 2 == main(["serve", "--config", str(file)])
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"argument --{flag}: invalid" in first
+    assert f"{flag} cannot be {text!r}; it must be a " in second and second.endswith("number")
 
 
 def test_the_flag_that_was_probably_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,7 +38,7 @@ def ask(
     length: int = 20,
     max_tokens: int = 12,
     stream: bool = False,
-    headers: dict[str, str] | None = None,
+    headers: Any = None,
 ) -> httpx.Response:
     body = {
         "model": MODEL,
@@ -82,12 +83,26 @@ def test_an_answer_slower_than_its_target_is_counted_as_missed(server: RunningSe
     assert server.metric('slo_attained_total{outcome="missed",slo="tpot"}') >= 1
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "-5", "nan", "inf"])
+_NO_TIMES = ["", "soon", "0", "-5", "nan", "inf", "1_000", "1,5", "5 5", "0x10", "1e999", "9" * 400]
+
+
+@pytest.mark.parametrize("value", [*_NO_TIMES, "\xa05", "\u0663\u0660", "\uff15"])
 @pytest.mark.parametrize("name", [TTFT, TPOT])
-def test_a_header_that_is_no_time_is_a_400(server: RunningServer, name: str, value: str) -> None:
-    answer = ask(server, headers={name: value})
+def test_a_header_that_is_no_time_is_a_400_that_says_what_is_one(
+    server: RunningServer, name: str, value: str
+) -> None:
+    """With the bytes of Latin-1, which headers are read as, where there are such."""
+    fits = max(map(ord, value), default=0) < 256
+    answer = ask(server, headers={name: value.encode("latin-1" if fits else "utf-8")})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == name
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["param"] == name
+    assert "it must be milliseconds, more than 0, such as 250 or 0.5" in error["message"]
+
+
+def test_a_time_may_have_a_fraction_or_an_exponent(server: RunningServer) -> None:
+    for value in ("60000", "6e4", "60000.5"):
+        assert ask(server, headers={TTFT: value, TPOT: value}).status_code == 200
 
 
 def test_steps_are_predicted(server: RunningServer) -> None:

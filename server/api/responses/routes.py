@@ -14,6 +14,7 @@ from penstock.server.api.responses.store import ResponseStore, StoredResponse, i
 from penstock.server.api.responses.truncation import MAX_ITEMS, with_what_fits
 from penstock.server.api.responses.writer import ResponseWriter, response_head
 from penstock.server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
+from penstock.server.numbers import plain_number
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
@@ -159,12 +160,12 @@ def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
 
 
 def _limit(text: str) -> int:
-    """Raises InvalidRequest. Digits without end are not even read."""
-    limit = int(text) if text.isdecimal() and len(text) < 9 else 0
-    if not 1 <= limit <= _MAX_LISTED_ITEMS:
-        message = f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}"
+    """Raises InvalidRequest."""
+    limit = plain_number(text)
+    if not (limit.is_integer() and 1 <= limit <= _MAX_LISTED_ITEMS):
+        message = f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}, such as 20"
         raise InvalidRequest(message, param="limit")
-    return limit
+    return int(limit)
 
 
 def _as_listed(item: Item) -> Item:

@@ -184,8 +184,11 @@ def test_a_stored_response_is_retrieved_listed_and_deleted(client: openai.OpenAI
     assert respond(client, input="Why?", previous_response_id=second.id).output_text
 
 
+_NO_LIMITS = ["0", "x", "9" * 5000, "-1", "101", "1.5", "1_0", "nan", "inf", "%205", "%D9%A3"]
+
+
 @pytest.mark.parametrize(
-    "query", ["limit=0", "limit=x", "limit=" + "9" * 5000, "after=a", "order=up"]
+    "query", ["after=a", "order=up", "limit=", *(f"limit={text}" for text in _NO_LIMITS)]
 )
 def test_a_bad_query_of_a_list_is_refused_by_its_name(
     server: RunningServer, client: openai.OpenAI, query: str
