@@ -23,7 +23,7 @@ from penstock.engine.models.decoder.model import Model
 from penstock.engine.native.model import NativeModel
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
-from penstock.engine.sampling.sampler import Sampler, argmax, failed_rows
+from penstock.engine.sampling.sampler import Draw, Sampler, failed_rows
 from penstock.engine.step.executor import block_copies
 from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
@@ -36,15 +36,15 @@ _CPU = torch.device("cpu")
 @dataclass(slots=True, kw_only=True)
 class HostModel(LoadedModel):
     """A model whose steps the host makes. native: the same as model where a step is compiled.
-    build_input: as `build_model_input`. argmax: of logits, the likeliest ids. place: this rank's,
-    among those that compute it."""
+    build_input: as `build_model_input`. draw: see `Sampler`. place: this rank's, among those that
+    compute it."""
 
     model: Model
     tier: DiskTier | None = None
     steps_in_flight: StepsInFlight = field(default_factory=StepsInFlight)
     native: NativeModel | None = None
     build_input: Callable[[ScheduledBatch, Tensor, Tensor, int], ModelInput] = build_model_input
-    argmax: Callable[[Tensor], Tensor] = argmax
+    draw: Draw | None = None
     place: Membership = field(default_factory=Membership)
 
 
@@ -73,7 +73,7 @@ class CpuExecutor:
         self._block_tables = tables if num_groups > 1 else tables[0]
         self._prompt_lengths = [0] * max_num_seqs
         self._awaited = AwaitedIds()  # where this rank is not rank 0
-        self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.argmax)
+        self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.draw)
         self._prompts = PromptReader(info.vocab_size, self._model.logits)
 
     def prepare(self, request: Request) -> "Future[Any] | None":

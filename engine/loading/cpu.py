@@ -136,7 +136,7 @@ class CpuLoading(DecoderLoading):
             ),
         )
         if native is not None and self._library is not None:
-            loaded.build_input, loaded.argmax = partial(gather_input, self._library), native.argmax
+            loaded.build_input, loaded.draw = partial(gather_input, self._library), native.draw
         return loaded
 
     def _choose_library(self) -> torch.dtype:

@@ -18,9 +18,10 @@ from penstock.engine.native.packing import Packer
 from penstock.engine.native.parts.adapters import NativeAdapter, native_runs
 from penstock.engine.native.structures import structure
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
+from penstock.engine.sampling.sampler import DrawTables
 from penstock.engine.step.model_input import ModelInput
 
-_STEP = structure("Step")
+_STEP, _DRAW = structure("Step"), structure("Draw", "native/step/draw.h")
 
 
 class NativeModel:
@@ -89,16 +90,28 @@ class NativeModel:
         """Returns what `ModelInput.adapters` needs."""
         return NativeAdapter(adapter, self._rows)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """Returns what `penstock.engine.sampling.sampler.argmax` does."""
-        ids = torch.empty(len(logits), dtype=torch.int64)
-        self._library.penstock_likeliest(
-            self._workspace,
-            c_void_p(_address(logits)),
-            c_int64(logits.shape[0]),
-            c_int64(logits.shape[1]),
-            c_void_p(ids.data_ptr()),
+    def draw(
+        self, logits: Tensor, slots: list[int], lengths: list[int], tables: DrawTables
+    ) -> Tensor:
+        """See `penstock.engine.sampling.sampler.Draw`."""
+        (rows, size), logits = logits.shape, logits.contiguous()
+        ids = torch.empty(rows, dtype=torch.int64)
+        numbers = c_int64 * rows
+        rows_slots, rows_lengths = numbers(*slots), numbers(*lengths)
+        wanted = _DRAW(
+            rows=rows,
+            size=size,
+            logits=_address(logits),
+            slots=ctypes.addressof(rows_slots),
+            lengths=ctypes.addressof(rows_lengths),
+            seeds=_address(tables.seed),
+            top_k=_address(tables.top_k),
+            inverse_temperatures=_address(tables.inverse_temperature),
+            top_p=_address(tables.top_p),
+            log_min_p=_address(tables.log_min_p),
+            ids=_address(ids),
         )
+        self._library.penstock_draw(self._workspace, ctypes.byref(wanted))
         return ids
 
     @property

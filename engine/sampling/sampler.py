@@ -30,9 +30,8 @@ is -inf gives id 0. Logprobs take NaN as -inf, and +inf as the largest float.
 """
 
 import math
-from collections.abc import Callable
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,7 +62,8 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class _Plan(NamedTuple):
-    """A row's needs besides an argmax. Rows with the same plan are sampled together."""
+    """A row's needs besides an argmax, or a draw that is compiled. Rows with the same plan are
+    sampled together."""
 
     draws: bool
     biased: bool
@@ -99,6 +99,25 @@ def argmax(x: Tensor) -> Tensor:
     return torch.where(best < torch.inf, ids, INVALID_ID)  # a NaN is the maximum of its row
 
 
+class DrawTables(NamedTuple):
+    """What a draw needs of each slot, (slots, 1) each. inverse_temperature: 0 for the likeliest."""
+
+    seed: Tensor  # int64, as `mixed_seed`
+    top_k: Tensor  # int64
+    inverse_temperature: Tensor
+    top_p: Tensor
+    log_min_p: Tensor
+
+
+class Draw(Protocol):
+    """Draws an id of each row, but for those of slot -1, whose ids may be anything: (S,) int64. The
+    lengths are the positions that are drawn."""
+
+    def __call__(
+        self, logits: Tensor, slots: list[int], lengths: list[int], tables: DrawTables
+    ) -> Tensor: ...
+
+
 class Sampler:
     """Per-slot tables of sampling parameters, and `sample`, which reads them."""
 
@@ -108,17 +127,17 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         grammars: GrammarTable | None = None,
-        argmax: Callable[[Tensor], Tensor] = argmax,
+        draw: Draw | None = None,
     ) -> None:
         """grammars: the executor's, which starts and advances them; None if it has none.
-        argmax: a faster one of the same results."""
+        draw: one that is compiled; without it, torch's operators draw."""
 
         def table(dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(max_num_seqs, 1, dtype=dtype, device=device)
 
         self._vocab_size = vocab_size
         self._device = device
-        self._argmax = argmax
+        self._draw = draw
         self._chunk = max(1, _CHUNK_LOGITS[device.type] // vocab_size)
         self._buffers = torch.empty(3, 0, 0)
         self._plans: list[_Plan | None] = [None] * max_num_seqs
@@ -129,9 +148,7 @@ class Sampler:
         self._masks = _GrammarMasks(grammars, device) if grammars else None
         self._num_logprobs: dict[int, int] = {}
         self._max_top_k = [0] * max_num_seqs
-        self._seed = table(torch.int64)
-        self._top_k = table(torch.int64)
-        self._inverse_temperature, self._top_p, self._log_min_p = table(), table(), table()
+        self._tables = DrawTables(table(torch.int64), table(torch.int64), table(), table(), table())
         self._repetition, self._presence, self._frequency = table(), table(), table()
 
     def assign(self, slot: int, sampling: SamplingParams, seed: int) -> None:
@@ -152,6 +169,8 @@ class Sampler:
             top_k=draws and top_k > 0,
             top_p=draws and sampling.top_p < 1.0,
         )
+        if self._draw is not None:  # which filters too
+            plan = plan._replace(draws=False, min_p=False, top_k=False, top_p=False)
         self._plans[slot] = plan if any(plan) else None
         self._num_logprobs.pop(slot, None)
         if sampling.num_logprobs is not None:
@@ -162,11 +181,12 @@ class Sampler:
             self._bias[slot] = (self._tensor(ids), weights)
         if plan.bans_tokens:
             self._bans[slot] = self._bans_of(sampling)
-        self._seed[slot] = _signed(mixed_seed(seed))
-        self._top_k[slot] = self._max_top_k[slot] = top_k
-        self._inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 1.0
-        self._top_p[slot] = sampling.top_p
-        self._log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        tables = self._tables
+        tables.seed[slot] = _signed(mixed_seed(seed))
+        tables.top_k[slot] = self._max_top_k[slot] = top_k
+        tables.inverse_temperature[slot] = 1.0 / sampling.temperature if draws else 0.0
+        tables.top_p[slot] = sampling.top_p
+        tables.log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         self._repetition[slot] = sampling.repetition_penalty
         self._presence[slot] = sampling.presence_penalty
         self._frequency[slot] = sampling.frequency_penalty
@@ -214,11 +234,17 @@ class Sampler:
             slot_ids = self._tensor(slots)
             uniforms = torch.empty(0, 2)
             if any(plan and plan.draws for plan in plans):
-                keys = self._seed.index_select(0, slot_ids)
+                keys = self._tables.seed.index_select(0, slot_ids)
                 uniforms = _uniforms(keys, self._tensor(lengths))
             step = _Step(logits, slots, lengths, token_table, prompt_lengths, slot_ids, uniforms)
             return self._sample_by_plan(step, plans)
-        return self._argmax(logits)
+        return self._unadjusted(logits, slots, lengths)
+
+    def _unadjusted(self, logits: Tensor, slots: list[int], lengths: list[int]) -> Tensor:
+        """One id for each row that has no plan, or whose plan is done."""
+        if self._draw is not None:
+            return self._draw(logits, slots, lengths, self._tables)
+        return argmax(logits)
 
     def _sample_by_plan(self, step: _Step, plans: list[_Plan | None]) -> Tensor:
         """Samples the rows of each plan together, so that no row costs what another requested."""
@@ -234,12 +260,11 @@ class Sampler:
             chosen += [self._choose(plan, step, part) for part in parts]
         if len(rows_by_plan) == 1 and len(order) == len(plans):
             return torch.cat(chosen)
-        # If some rows are greedy, all get an argmax: it is cheaper than gathering those.
-        ids = (
-            self._argmax(step.logits)
-            if len(order) < len(plans)
-            else torch.empty_like(step.slot_ids)
-        )
+        ids = torch.empty_like(step.slot_ids)
+        if len(order) < len(plans):
+            # Torch's argmax is of all rows: it is cheaper than gathering those without a plan.
+            without = [-1 if plan else slot for slot, plan in zip(step.slots, plans, strict=True)]
+            ids = self._unadjusted(step.logits, without, step.lengths)
         return ids.index_copy_(0, self._tensor(order), torch.cat(chosen))
 
     def _choose(self, plan: _Plan, step: _Step, rows: list[int]) -> Tensor:
@@ -258,7 +283,8 @@ class Sampler:
         if plan.bans_tokens:
             self._ban_tokens(x, step, rows)
         if not plan.draws:
-            return self._argmax(x)
+            lengths = [step.lengths[row] for row in rows]
+            return self._unadjusted(x, [step.slots[row] for row in rows], lengths)
         max_top_k = max(self._max_top_k[step.slots[row]] for row in rows)
         is_valid = self._weigh(plan, x, slots, max_top_k, weights, kept)
         ids = _draw(weights, step.uniforms.index_select(0, index))
@@ -319,16 +345,18 @@ class Sampler:
             is_valid = peak.squeeze(1) < torch.inf  # a NaN is not
             peak = _repair(x).amax(-1, keepdim=True)
         # Shift before scaling: the other way round a large logit could overflow.
-        x.sub_(peak).mul_(self._inverse_temperature.index_select(0, slots))
+        x.sub_(peak).mul_(self._tables.inverse_temperature.index_select(0, slots))
         torch.softmax(x, -1, out=weights)
         if plan.min_p or plan.top_k:
-            floor = self._log_min_p[slots]
+            floor = self._tables.log_min_p[slots]
             if plan.top_k:
-                floor = floor.maximum(_largest(x, max_top_k).gather(1, self._top_k[slots] - 1))
+                floor = floor.maximum(
+                    _largest(x, max_top_k).gather(1, self._tables.top_k[slots] - 1)
+                )
             # A mask of floats is six times as fast as masked_fill.
             weights.mul_(torch.ge(x, floor, out=kept))
         if plan.top_p:
-            floor = _nucleus_floor(weights, self._top_p[slots])
+            floor = _nucleus_floor(weights, self._tables.top_p[slots])
             weights.mul_(torch.ge(weights, floor, out=kept))
         return is_valid
 

@@ -1,12 +1,11 @@
-// Around a step's products: what it reads of the executor's tables, and the likeliest ids after it. Both
-// are a few microseconds here, and some ten of torch's operators otherwise, whose code is cold each time,
-// since a step passes all weights through the caches.
+// What a step reads of the executor's tables: a few microseconds here, and some ten of torch's operators
+// otherwise, whose code is cold each time, since a step passes all weights through the caches.
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
-#include "native/products/vectors.h"
+using std::int32_t;
+using std::int64_t;
 
 // For each of `sequences`: the row of both tables, its tokens before the step, and how many the step has.
 struct Gather {
@@ -39,35 +38,4 @@ inline void gather(const Gather &g) {
             g.positions[to] = p;
         }
     }
-}
-
-// The first of a row's maxima; -1 where one of its numbers is NaN or +inf.
-inline int64_t likeliest(const float *row, int64_t size) {
-    constexpr int64_t kBlock = 64 * kLanes;
-    constexpr float kInfinity = std::numeric_limits<float>::infinity();
-    float best = -kInfinity;
-    int64_t first = 0;
-    for (int64_t start = 0; start < size; start += kBlock) {
-        const int64_t end = std::min(start + kBlock, size);
-        Floats highest = all(-kInfinity);
-        Words are_finite = ~Words{};
-        int64_t i = start;
-        for (; i + kLanes <= end; i += kLanes) {
-            const Floats x = load(row + i);
-            are_finite &= (Words)(x < all(kInfinity));
-            highest = x > highest ? x : highest;
-        }
-        float top = -kInfinity;
-        for (int64_t lane = 0; lane < kLanes; ++lane) {
-            if (!are_finite[lane]) return -1;
-            top = std::max(top, highest[lane]);
-        }
-        for (; i < end; ++i) {
-            if (!(row[i] < kInfinity)) return -1;
-            top = std::max(top, row[i]);
-        }
-        if (top > best) best = top, first = start;
-    }
-    while (row[first] != best) ++first;
-    return first;
 }

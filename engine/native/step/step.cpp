@@ -11,6 +11,7 @@
 // one, which takes the compiler longest, is compiled once, whatever models are served.
 
 #include "context.h"
+#include "draw.h"
 #include "inputs.h"
 #include "models/parts/attention/step.h"
 #include "models/parts/experts/step.h"
@@ -69,20 +70,17 @@ class StepJob : public Job {
     Phases phases_;
 };
 
-class Likeliest : public Job {
+class Draws : public Job {
   public:
-    Likeliest(const float *logits, int64_t rows, int64_t size, int64_t *ids, int64_t threads)
-        : logits_(logits), rows_(rows), size_(size), ids_(ids), phase_(1, threads) {}
+    Draws(const Draw &draw, int64_t threads) : draw_(draw), phase_(1, threads) {}
     void run(int thread) override {
-        phase_.first()->run(thread, rows_, [&](int64_t i) {
-            ids_[i] = likeliest(logits_ + i * size_, size_);
+        phase_.first()->run(thread, draw_.rows, [&](int64_t row) {
+            if (draw_.slots[row] >= 0) draw_.ids[row] = RowDraw(draw_, row).id();
         });
     }
 
   private:
-    const float *logits_;
-    const int64_t rows_, size_;
-    int64_t *ids_;
+    const Draw draw_;
     Phases phase_;
 };
 
@@ -133,12 +131,11 @@ extern "C" void penstock_logits(void *workspace, const Step *step) {
 // Reads what a step needs of the executor's tables.
 extern "C" void penstock_gather(const Gather *wanted) { gather(*wanted); }
 
-// The likeliest id of each row of logits. A few rows are not worth waking a thread for.
-extern "C" void penstock_likeliest(void *workspace, const float *logits, int64_t rows, int64_t size,
-                                   int64_t *ids) {
+// Draws an id of each row of logits. A few numbers are not worth waking a thread for.
+extern "C" void penstock_draw(void *workspace, const Draw *draw) {
     Team &team = static_cast<Workspace *>(workspace)->team;
-    const auto job = std::make_shared<Likeliest>(logits, rows, size, ids, team.size());
-    if (rows < 4) return job->run(0);
+    const auto job = std::make_shared<Draws>(*draw, team.size());
+    if (draw->rows < 2 || draw->rows * draw->size < 1 << 14) return job->run(0);
     team.run(job);
 }
 

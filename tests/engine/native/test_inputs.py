@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from penstock.engine.native.inputs import gather_input
 from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
-from penstock.engine.sampling.sampler import INVALID_ID, argmax
+from penstock.engine.sampling.sampler import INVALID_ID, Sampler
 from penstock.engine.step.model_input import build_model_input
+from penstock.scheduler.types import SamplingParams
 from tests.support.compiler import needs_compiler
 from tests.support.tiny_models import Harness, make_batch, make_model, save
 
@@ -57,19 +59,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
     return model
 
 
+OPTIONS: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 3},
+    {"top_k": 40, "top_p": 0.9},
+    {"top_p": 0.95},
+    {"top_p": 0.2, "temperature": 5.0},
+    {"min_p": 0.05, "presence_penalty": 1.0},
+]
+
+
 @pytest.mark.parametrize("size", [1, 63, 64, 1023, 1024, 5000, 49152])
-@pytest.mark.parametrize("num_rows", [1, 9])
-def test_the_likeliest_id_is_that_of_torch(model: NativeModel, num_rows: int, size: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 9, 80])
+def test_the_ids_are_those_that_torch_draws(model: NativeModel, num_rows: int, size: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    logits = torch.randn(num_rows, size, generator=generator)
-    assert torch.equal(model.argmax(logits), argmax(logits))
+    logits = 2 * torch.randn(num_rows, size, generator=generator)
+    history = torch.randint(size, (num_rows, 9), generator=generator)
+    rows = list(range(num_rows))
+    ids = []
+    for draw in (None, model.draw):
+        sampler = Sampler(num_rows, size, torch.device("cpu"), draw=draw)
+        for row in rows:
+            options = {"temperature": 1.0, **OPTIONS[row % len(OPTIONS)]}
+            sampler.assign(row, SamplingParams(max_tokens=1, **options), row)  # type: ignore[arg-type]
+        ids.append(sampler.sample_ids(logits, rows, [5] * num_rows, history, [2] * num_rows))
+    # A uniform can fall between two sums that differ in rounding.
+    assert (ids[0] == ids[1]).sum() >= num_rows - num_rows // 50
+
+
+def likeliest(model: NativeModel, logits: Tensor) -> list[int]:
+    """The ids of rows of temperature 0."""
+    sampler = Sampler(len(logits), logits.shape[1], torch.device("cpu"), draw=model.draw)
+    rows = list(range(len(logits)))
+    history = torch.zeros(len(logits), 2, dtype=torch.int64)
+    return sampler.sample_ids(logits, rows, rows, history, rows).tolist()
 
 
 def test_of_equal_logits_the_first_is_the_likeliest(model: NativeModel) -> None:
     few = torch.randint(0, 4, (9, 3000), generator=torch.Generator().manual_seed(0)).float()
-    assert torch.equal(model.argmax(few), few.max(-1).indices)
-    assert model.argmax(torch.full((1, 2000), -torch.inf)).tolist() == [0]
-    assert model.argmax(torch.tensor([[-1.0, -0.0, 0.0]])).tolist() == [1]
+    assert likeliest(model, few) == few.max(-1).indices.tolist()
+    assert likeliest(model, torch.full((1, 2000), -torch.inf)) == [0]
+    assert likeliest(model, torch.tensor([[-1.0, -0.0, 0.0]])) == [1]
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf])
@@ -80,4 +112,4 @@ def test_a_row_with_an_invalid_logit_has_no_likeliest_id(
     logits = torch.zeros(3, 3000)
     logits[1, place] = value
     logits[2, place] = 1.0
-    assert model.argmax(logits).tolist() == [0, INVALID_ID, place]
+    assert likeliest(model, logits) == [0, INVALID_ID, place]

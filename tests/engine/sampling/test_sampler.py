@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.engine.native.model import NativeModel
 from penstock.engine.sampling.sampler import (
     INVALID_ID,
+    Draw,
     Sampler,
     _draw,
     _penalise,
@@ -20,12 +22,37 @@ from penstock.engine.sampling.sampler import (
     failed_rows,
 )
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
+from tests.support.compiler import needs_compiler
 from tests.support.kernels import LOGPROB_TOLERANCE
 from tests.support.sampling_reference import penalised, survivors
+from tests.support.tiny_models import Harness, make_model, save
 
 CPU = torch.device("cpu")
 # 2 blocks and a remainder; less than a block; whole blocks; enough for two-level selection.
 VOCAB_SIZES = (131, 7, 128, 20_011)
+
+
+# Who draws: None for torch's operators.
+_compiled_draw: Draw | None = None
+
+
+@pytest.fixture(
+    scope="module", autouse=True, params=["torch", pytest.param("compiled", marks=needs_compiler)]
+)
+def who_draws(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every test here holds for both."""
+    global _compiled_draw
+    _compiled_draw = None
+    if request.param == "compiled":
+        directory = tmp_path_factory.mktemp("model")
+        save(make_model("llama2"), directory)
+        model = Harness(directory, native=True).model
+        assert isinstance(model, NativeModel)
+        _compiled_draw = model.draw
+
+
+def sampler_of(max_num_seqs: int, vocab_size: int) -> Sampler:
+    return Sampler(max_num_seqs, vocab_size, CPU, draw=_compiled_draw)
 
 
 def params(temperature: float = 1.0, **options: object) -> SamplingParams:
@@ -38,7 +65,7 @@ def peaked_logits(vocab_size: int, seed: int = 0) -> Tensor:
 
 def draw(logits: Tensor, sampling: SamplingParams, num: int, seed: int = 0) -> list[int]:
     """One row's ids at positions 0 to num, each of them a row of one batch."""
-    sampler = Sampler(1, len(logits), CPU)
+    sampler = sampler_of(1, len(logits))
     sampler.assign(0, sampling, seed)
     rows = logits.expand(num, -1)
     table = torch.zeros(1, num, dtype=torch.int64)
@@ -192,7 +219,7 @@ def test_top_k_1_and_temperature_0_are_the_first_of_the_best(
 def test_greedy_is_argmax_in_a_vocabulary_of_any_size() -> None:
     for vocab_size in (1, 63, 64, 65, 640, 4_099):
         logits = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-        sampler = Sampler(9, vocab_size, CPU)
+        sampler = sampler_of(9, vocab_size)
         for slot in range(9):
             sampler.assign(slot, params(0.0), seed=slot)
         ids, report = sampler.sample(
@@ -204,7 +231,7 @@ def test_greedy_is_argmax_in_a_vocabulary_of_any_size() -> None:
 
 
 def test_a_step_that_samples_nothing_gives_no_ids() -> None:
-    ids, report = Sampler(1, 64, CPU).sample(
+    ids, report = sampler_of(1, 64).sample(
         torch.empty(0, 64), [], [], torch.zeros(1, 2, dtype=torch.int64), []
     )
     assert ids.tolist() == []
@@ -237,7 +264,7 @@ def test_a_rows_id_depends_neither_on_other_rows_nor_order_nor_slot(vocab_size: 
     prompts = [1 + i % 10 for i in range(num)]
 
     def sample(rows: list[int], slots: list[int]) -> dict[int, tuple[int, TokenLogprobs | None]]:
-        sampler = Sampler(num, vocab_size, CPU)
+        sampler = sampler_of(num, vocab_size)
         table = torch.zeros(num, 31, dtype=torch.int32)
         for row, slot in zip(rows, slots, strict=True):
             sampler.assign(slot, MANY_OPTIONS[row % len(MANY_OPTIONS)], seed=row // 2)
@@ -257,7 +284,7 @@ def test_a_rows_id_depends_neither_on_other_rows_nor_order_nor_slot(vocab_size: 
 def test_a_slot_keeps_nothing_of_its_previous_sequence() -> None:
     logits = peaked_logits(131).expand(1, -1)
     table = torch.zeros(1, 9, dtype=torch.int64)
-    fresh, used = Sampler(1, 131, CPU), Sampler(1, 131, CPU)
+    fresh, used = sampler_of(1, 131), sampler_of(1, 131)
     used.assign(0, params(1.7, top_k=2, num_logprobs=1, logit_bias=((0, 100.0),)), seed=9)
     for sampler in (fresh, used):
         sampler.assign(0, params(1.0, top_p=0.9), seed=4)
@@ -269,7 +296,7 @@ def test_a_slot_keeps_nothing_of_its_previous_sequence() -> None:
 def test_answers_that_ban_the_same_share_one_mask() -> None:
     ids, other_ids = tuple(range(9)), tuple(range(10))
     shared = SamplingParams(max_tokens=5, allowed_token_ids=ids)
-    sampler = Sampler(3, 131, CPU)
+    sampler = sampler_of(3, 131)
     sampler.assign(0, shared, 1)
     sampler.assign(1, replace(shared, max_tokens=6), 2)
     sampler.assign(2, replace(shared, allowed_token_ids=other_ids), 3)
@@ -281,7 +308,7 @@ def test_answers_that_ban_the_same_share_one_mask() -> None:
 def test_neighbouring_positions_and_seeds_are_uncorrelated(step: int) -> None:
     num, vocab_size = 20_000, 16
     by_position = draw(torch.zeros(vocab_size), params(), num + step)
-    sampler = Sampler(num + step, vocab_size, CPU)
+    sampler = sampler_of(num + step, vocab_size)
     for seed in range(num + step):
         sampler.assign(seed, params(), seed)
     ones = [1] * (num + step)
@@ -356,7 +383,7 @@ def test_penalties_are_those_of_plain_python(
 def test_frequencies_are_the_softmax_of_the_penalised_logits() -> None:
     num, tokens, prompt = 4_000, [1, 2, 2, 3, 4, 4, 4, 5], 3
     sampling = params(1.3, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.4)
-    sampler = Sampler(num, 20, CPU)
+    sampler = sampler_of(num, 20)
     for slot in range(num):
         sampler.assign(slot, sampling, seed=slot)
     table = torch.tensor([*tokens, 6]).expand(num, -1)
@@ -395,7 +422,7 @@ def test_logprobs_are_of_the_raw_logits_and_only_for_rows_that_request_them() ->
     logits = 3 * torch.randn(5, 131, generator=torch.Generator().manual_seed(3))
     before = logits.clone()
     requested = [None, 0, 3, 20, 500]
-    sampler = Sampler(5, 131, CPU)
+    sampler = sampler_of(5, 131)
     for slot, num in enumerate(requested):
         sampler.assign(
             slot,
@@ -467,7 +494,7 @@ def test_invalid_logits_give_no_id_extreme_ones_a_defined_id_and_neither_affects
     logits = torch.full((3, vocab_size), -INF)
     logits[1, :4] = torch.tensor(values)
     logits[0] = logits[2] = peaked_logits(vocab_size)
-    sampler = Sampler(3, vocab_size, CPU)
+    sampler = sampler_of(3, vocab_size)
     for slot in range(3):
         sampler.assign(slot, sampling, seed=slot)
     table = torch.full((3, 4), 3)
