@@ -11,7 +11,8 @@ from pathlib import Path
 
 from penstock.engine.config import ADAPTER_FILES
 from penstock.engine.errors import AdapterRefused
-from penstock.engine.files.json_file import Fields
+from penstock.engine.files.json_file import Fields, shown
+from penstock.engine.models.lora.patterns import BadPattern, Matches, match
 
 CONFIG = ADAPTER_FILES[0]
 
@@ -43,6 +44,9 @@ _WITHOUT_EFFECT = (
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # `target_modules` says so for all linear layers but the output layer.
 _ALL_LINEAR = "all-linear"
+_MAX_ALPHA = 1e30
+
+_Wanted = frozenset[str] | str  # names, or a pattern
 
 
 class PeftConfig:
@@ -57,8 +61,9 @@ class PeftConfig:
         self._targets = _names_or_pattern(fields, "target_modules")
         self._excluded = _names_or_pattern(fields, "exclude_modules")
         self._layers = _layers(fields)
-        pattern = fields.get("layers_pattern") or ()
-        self._layer_patterns = (pattern,) if isinstance(pattern, str) else tuple(pattern)
+        layers = fields.get("layers_pattern")
+        layers = [layers] if isinstance(layers, str) else fields.names("layers_pattern") or []
+        self._layer_patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in layers]
         self._rank = fields.count("r")
         self._alpha = fields.number("lora_alpha", 8)
         self._ranks, self._alphas = fields.mapping("rank_pattern"), fields.mapping("alpha_pattern")
@@ -67,31 +72,55 @@ class PeftConfig:
             fields.get(name)
         if unknown := fields.unread():
             raise AdapterRefused(
-                f"{fields.path}: {', '.join(unknown)} is not known here, and may change what the "
-                "adapter computes; merge the adapter into its base model"
+                f"{fields.path}: {', '.join(unknown)[:500]} is not known here, and may change "
+                "what the adapter computes; merge the adapter into its base model"
             )
+
+    def match(self, names: list[str]) -> None:
+        """Tries the patterns on all names that anything is asked of. Raises AdapterRefused."""
+        self._matches: dict[str, Matches] = {}
+        for field, method, patterns in (
+            ("target_modules", "fullmatch", _pattern(self._targets)),
+            ("exclude_modules", "fullmatch", _pattern(self._excluded)),
+            ("layers_pattern", "match", self._layer_patterns),
+            # Source: get_pattern_key of PEFT's utils.
+            ("rank_pattern", "match", [rf"(.*\.)?({each})$" for each in self._ranks]),
+            ("alpha_pattern", "match", [rf"(.*\.)?({each})$" for each in self._alphas]),
+        ):
+            try:
+                self._matches[field] = match(method, patterns, names)
+            except BadPattern as error:
+                raise AdapterRefused(
+                    f"{self._fields.path}: {field} {error}; write the layers' names instead"
+                ) from None
 
     def applies_to(self, name: str) -> bool:
         """Whether it changes this linear layer.
 
         Source: check_target_module_exists of PEFT's tuners_utils.
         """
-        if self._excluded is not None and _matches(self._excluded, name):
+        if self._is_named("exclude_modules", self._excluded, name):
             return False
         if self._targets == _ALL_LINEAR:
             return True
-        if self._targets is None or not _matches(self._targets, name):
+        if not self._is_named("target_modules", self._targets, name):
             return False
         if self._layers is None or isinstance(self._targets, str):
             return True
-        patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self._layer_patterns]
-        found = (re.match(each, name) for each in patterns or [r".*?\.[^.]*\.(\d+)\."])
-        index = next((match[1] for match in found if match), None)
-        return index is not None and int(index) in self._layers
+        _, index = self._matches["layers_pattern"].get(name, (0, None))
+        if not self._layer_patterns and (found := re.match(r".*?\.[^.]*\.(\d+)\.", name)):
+            index = found[1]
+        return index is not None and index.isdecimal() and int(index) in self._layers
+
+    def _is_named(self, field: str, wanted: _Wanted, name: str) -> bool:
+        if isinstance(wanted, str):
+            return name in self._matches[field]
+        parts = name.split(".")
+        return any(".".join(parts[start:]) in wanted for start in range(len(parts)))
 
     def rank(self, name: str) -> int:
         """Raises AdapterRefused where it is more than it may be."""
-        rank = self._by_pattern(self._ranks, name, self._rank)
+        rank = self._by_pattern("rank_pattern", self._ranks, name, self._rank)
         if not isinstance(rank, int) or rank < 1:
             raise self._fields.wrong("rank_pattern", "positive integers by name", self._ranks)
         if rank > self._max_rank:
@@ -103,25 +132,23 @@ class PeftConfig:
 
     def scale(self, name: str) -> float:
         """Returns the factor of B(Ax)."""
-        alpha = self._by_pattern(self._alphas, name, self._alpha)
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        alpha = self._by_pattern("alpha_pattern", self._alphas, name, self._alpha)
+        if not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
             raise self._fields.wrong("alpha_pattern", "numbers by name", self._alphas)
         rank = self.rank(name)
         return alpha / math.sqrt(rank) if self._is_rslora else alpha / rank
 
-    @staticmethod
-    def _by_pattern(by_pattern: dict[str, object], name: str, default: object) -> object:
-        """Source: get_pattern_key of PEFT's utils."""
-        for pattern, value in by_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
-        return default
+    def _by_pattern(
+        self, field: str, by_pattern: dict[str, object], name: str, default: object
+    ) -> object:
+        found = self._matches[field].get(name)
+        return list(by_pattern.values())[found[0]] if found else default
 
 
 def _unsupported(fields: Fields) -> Iterator[str]:
     """Yields what is set that is not computed, and what to do."""
     if (kind := fields.text("peft_type")) != "LORA":
-        yield f"peft_type is {kind!r}, and only LORA is supported"
+        yield f"peft_type is {shown(kind)}, and only LORA is supported"
     for name, what in _UNSUPPORTED.items():
         if fields.get(name):
             yield (
@@ -130,29 +157,24 @@ def _unsupported(fields: Fields) -> Iterator[str]:
             )
     if (bias := fields.get("bias", "none")) != "none":
         yield (
-            f"bias is {bias!r}, and trained biases are not supported; merge the adapter into its "
-            "base model, or train one with bias 'none'"
+            f"bias is {shown(bias)}, and trained biases are not supported; merge the adapter into "
+            "its base model, or train one with bias 'none'"
         )
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         yield (
-            f"init_lora_weights is {init!r}, for which the base model's own weights were changed; "
-            "convert it with PEFT's path_initial_model_for_weight_conversion"
+            f"init_lora_weights is {shown(init)}, for which the base model's own weights were "
+            "changed; convert it with PEFT's path_initial_model_for_weight_conversion"
         )
 
 
-def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None:
+def _names_or_pattern(fields: Fields, name: str) -> _Wanted:
     value = fields.get(name)
-    if isinstance(value, str):
-        return value
-    names = fields.names(name)
-    return None if names is None else tuple(names)
+    return value if isinstance(value, str) else frozenset(fields.names(name) or ())
 
 
-def _matches(wanted: tuple[str, ...] | str, name: str) -> bool:
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, name) is not None
-    return any(name == each or name.endswith(f".{each}") for each in wanted)
+def _pattern(wanted: _Wanted) -> list[str]:
+    return [wanted] if isinstance(wanted, str) and wanted != _ALL_LINEAR else []
 
 
 def _layers(fields: Fields) -> frozenset[int] | None:

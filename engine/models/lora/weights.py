@@ -2,6 +2,7 @@
 which linear layers of a model it may change."""
 
 import hashlib
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -30,6 +31,7 @@ _TENSOR = re.compile(
     r"(?P<projection>[\w.]+))\.lora_(?P<side>[AB])\.weight"
 )
 _DIGEST_CHARS = 32
+_MAX_CONFIG_BYTES = 1 << 20
 
 # Tensors of parts that are not supported have these in their names.
 _UNSUPPORTED = {
@@ -76,6 +78,10 @@ def adapter_digest(directory: Path) -> str:
         check_regular(path)
         try:
             with path.open("rb") as file:
+                if name == CONFIG and os.fstat(file.fileno()).st_size > _MAX_CONFIG_BYTES:
+                    raise AdapterRefused(
+                        f"{path} has more than {_MAX_CONFIG_BYTES} bytes; PEFT writes some hundred"
+                    )
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except FileNotFoundError:
             raise _missing(directory, name) from None
@@ -100,6 +106,13 @@ def read_adapter(
     whole = shard.model
     config = PeftConfig(directory, max_rank)
     tensors = _Tensors(directory / WEIGHTS, dtype, device)
+    config.match(
+        [
+            f"{tensors.prefix}layers.{index}.{name}"
+            for index in range(whole.num_layers)
+            for name in projections(whole, index)
+        ]
+    )
     layers: list[dict[Stack, tuple[Change, ...]]] = []
     highest = 0
     for index in range(whole.num_layers):

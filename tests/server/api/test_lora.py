@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,32 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(server: RunningServer)
     nested = f'{{"lora_name": "c", "lora_path": "c", "more": {"[" * 2000}{"]" * 2000}}}'
     headers = {"x-penstock-admin-key": KEY}
     assert httpx.post(server.url + LOAD, content=nested, headers=headers).status_code == 400
+
+
+def test_streams_go_on_while_a_hostile_pattern_is_matched(
+    server: RunningServer, root: Path
+) -> None:
+    hostile = Path(shutil.copytree(root / "c", root / "hostile"))
+    change_settings(hostile, target_modules=r"(\w+\.?)+!")
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(admin, server, LOAD, lora_name="c", lora_path="hostile")
+        num_answers = 0
+        while not refused.done():
+            assert status_of(server, "a") == 200
+            num_answers += 1
+    assert refused.result().status_code == 400 and num_answers > 3
+    message = refused.result().json()["error"]["message"]
+    assert "hostile/adapter_config.json: target_modules takes more than" in message
+    (hostile / "adapter_config.json").write_text(" " * ((1 << 20) + 1))
+    assert "more than 1048576 bytes" in admin(server, LOAD, lora_name="c", lora_path="hostile").text
+
+
+@pytest.mark.parametrize("path", ["someone/adapter", "https://huggingface.co/someone/adapter"])
+def test_a_name_of_the_hub_is_a_path_below_the_root_here(server: RunningServer, path: str) -> None:
+    """Who has the admin key cannot make the server download anything."""
+    refused = admin(server, LOAD, lora_name="c", lora_path=path)
+    assert refused.status_code == 400
+    assert f"there is no directory '{path}' below --lora-root" in refused.text
 
 
 def test_an_adapter_is_loaded_and_unloaded_while_streams_of_others_go_on(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.engine.errors import AdapterRefused
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.weights import adapter_digest, read_adapter
 from penstock.engine.models.parts.adapter import Adapter
@@ -52,6 +53,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "rank pattern": ({"rank_pattern": {"up_proj": 64}}, "up_proj has rank 64"),
     "no number": ({"r": "x"}, "'r' must be a positive integer"),
     "bad pattern": ({"rank_pattern": {"up_proj": 1.5}}, "rank_pattern"),
+    "bad alphas": ({"alpha_pattern": {"up_proj": 10**400}}, "alpha_pattern"),
+    "bad layers' pattern": ({"layers_pattern": 5}, "layers_pattern"),
     "bad layers": ({"layers_to_transform": ["a"]}, "layers_to_transform"),
     "other layers": ({"target_modules": ["c_attn"]}, "of no layer of this model|names no layer"),
     "more layers in the file": ({"target_modules": ["q_proj"]}, "which is of no layer of this"),
@@ -66,6 +69,54 @@ def test_settings_that_are_not_computed_are_refused_by_name(
     settings, reason = SETTINGS[case]
     with pytest.raises(PenstockError, match=reason):
         read(change_settings(adapter, **settings), base[1])
+
+
+# On the name of a layer `re` backtracks through it for minutes: each part may end anywhere.
+_EXPONENTIAL = r"(\w+\.?)+!"
+_PATTERNS: dict[str, Callable[[str], Any]] = {
+    "target_modules": lambda pattern: pattern,
+    "exclude_modules": lambda pattern: pattern,
+    "layers_pattern": lambda pattern: [pattern],
+    "rank_pattern": lambda pattern: {pattern: 4},
+    "alpha_pattern": lambda pattern: {pattern: 4},
+}
+
+
+@pytest.mark.parametrize("field", _PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (_EXPONENTIAL, "takes more than 2 s or 256 MiB to match"),
+        ("(", "has what is no regular expression: "),
+        ("(" * 5000 + ")" * 5000, "has what is no regular expression: maximum recursion depth"),
+        ("a{1,99999999999}", "has what is no regular expression: the repetition number"),
+    ],
+    ids=["exponential", "cut off", "nested", "repeated"],
+)
+def test_a_pattern_that_cannot_be_matched_in_time_is_refused_by_file_and_field(
+    field: str, pattern: str, reason: str, base: tuple[Any, ModelConfig], adapter: Path
+) -> None:
+    file = change_settings(adapter, **{field: _PATTERNS[field](pattern)}) / "adapter_config.json"
+    with pytest.raises(AdapterRefused) as refused:
+        read(adapter, base[1])
+    assert str(refused.value).startswith(f"{file}: {field} {reason}")
+
+
+def test_what_a_pattern_of_layers_makes_of_their_number_need_not_be_one(
+    base: tuple[Any, ModelConfig], adapter: Path
+) -> None:
+    for pattern in ("layers|(x)", "(?#"):
+        change_settings(adapter, layers_pattern=pattern, layers_to_transform=[0])
+        with pytest.raises(AdapterRefused):
+            read(adapter, base[1])
+
+
+def test_a_config_of_more_than_a_mebibyte_is_refused_unread(
+    base: tuple[Any, ModelConfig], adapter: Path
+) -> None:
+    change_settings(adapter, revision="x" * (1 << 20))
+    with pytest.raises(AdapterRefused, match=r"adapter_config\.json has more than 1048576 bytes"):
+        read(adapter, base[1])
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
