@@ -96,7 +96,8 @@ def test_a_schema_is_followed(run: Run, model: str) -> None:
     schema = "name, age int"
     answer = run("-m", model, "--schema", schema, "Somebody.")
     person = json.loads(answer)
-    assert set(person) == {"name", "age"} and isinstance(person["age"], int)
+    # The schema allows other properties too, of which the model writes one now and then.
+    assert person.keys() >= {"name", "age"} and isinstance(person["age"], int)
     (logged,) = json.loads(run("logs", "--schema", schema, "--data-array"))
     assert logged == person
 
