@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from tests.bench.gpu.cublas import Of, product_us
+from tests.bench.gpu.goals import GOALS
 from tests.bench.gpu.resources import known, sources
 
 _FOLDER = Path(__file__).with_name("gpu")
@@ -46,6 +47,14 @@ def test_what_a_device_measured_stands_beside_each_goal_that_it_has_measured() -
     committed = (_FOLDER / "ESTIMATE.md").read_text(encoding="utf-8")
     (line,) = (line for line in committed.splitlines() if "Qwen3-8B by HTTP" in line)
     assert line.endswith("| 17,249 |")
+
+
+def test_the_shares_by_which_goals_are_scaled_are_those_of_the_estimate() -> None:
+    committed = (_FOLDER / "ESTIMATE.md").read_text(encoding="utf-8")
+    for goal in GOALS:
+        (line,) = (line for line in committed.splitlines() if line.startswith(f"| {goal.what} |"))
+        shares = [float(cell) for cell in line.split("|")[-4:-2]]
+        assert shares == pytest.approx([goal.of_memory, goal.of_matrix], abs=0.05)
 
 
 _BEFORE = """

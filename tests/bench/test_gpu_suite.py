@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.loading.gpu_ranks import SHARED_DEVICE
 from tests.bench.engine.__main__ import main as bench
-from tests.bench.gpu.goals import GOALS, LLAMA, SMALL, table, verdicts, with_shares
+from tests.bench.gpu.goals import GOALS, H200, LLAMA, SMALL, table, verdicts, with_shares
 from tests.bench.gpu.parts import Run
 from tests.bench.gpu.record import Record
 from tests.bench.gpu.suite import main
@@ -144,12 +144,43 @@ def test_a_kernel_that_is_wrong_is_a_failure(tmp_path: Path) -> None:
 
 def test_a_goal_is_met_on_its_own_side_of_the_limit() -> None:
     at: dict[str, Any] = {"part": "decode", "model": LLAMA, "batch": 1, "context": 512}
-    device = {"part": "device", "copy_bytes_per_s": 4.0e12}
-    for tpot_ms, rate, words in ((3.8, 3.7e12, ["met", "met"]), (4.0, 3.5e12, ["NOT MET"] * 2)):
+    device = _device("NVIDIA H200", H200.copy, H200.matrix)
+    for tpot_ms, rate, words in ((3.8, 3.9e12, ["met", "met"]), (4.0, 3.5e12, ["NOT MET"] * 2)):
         row = with_shares({**at, "tpot_ms": tpot_ms, "bytes_per_s": rate}, device)
-        found = verdicts([{**at, "context": 2048, "tpot_ms": 9.0}, row])
-        assert [verdict.word for verdict in found[:2]] == words
-        assert f"{tpot_ms:.2f}" in table(found)
+        rows = [device, {**at, "context": 2048, "tpot_ms": 9.0}, row]
+        assert [verdict.word for verdict in verdicts(rows)[:2]] == words
+        assert f"{tpot_ms:.2f}" in table(rows)
+
+
+def _device(name: str, copy: float, matrix: float) -> dict[str, Any]:
+    rates = {"copy_bytes_per_s": copy, "matrix_flops_per_s": matrix}
+    return {"part": "device", "name": name, **rates}
+
+
+def test_a_goal_is_scaled_by_what_the_device_at_hand_measured_itself() -> None:
+    at: dict[str, Any] = {"part": "decode", "model": LLAMA, "batch": 1, "context": 512}
+    rows = [{**at, "tpot_ms": 5.3}, {"part": "ready", "model": LLAMA, "ready_s": 16.0}]
+    h100 = _device("NVIDIA H100 80GB HBM3", H200.copy / 1.42, H200.matrix / 1.1)
+    by_what = {verdict.goal.what: verdict for verdict in verdicts([h100, *rows])}
+    decode, ready, prefill = (
+        next(v for what, v in by_what.items() if what.startswith(name))
+        for name in ("Llama-3.1-8B, batch 1", "ready", "TTFT")
+    )
+    # 0.91 of a decode step is the memory's, 0.88 of a prefill the matrix units', none of the start.
+    assert decode.here.wanted == pytest.approx(3.9 * (1 + 0.91 * 0.42)) and decode.word == "met"
+    assert decode.here.limit == pytest.approx(3.51 * 1.42)
+    assert prefill.here.wanted == pytest.approx(30 * (1 + 0.07 * 0.42 + 0.88 * 0.1))
+    assert prefill.here.limit == pytest.approx(18 * 1.1)
+    assert ready.here.wanted == 15 and ready.word == "NOT MET"
+    assert next(v for v in verdicts(rows) if v.goal is decode.goal).word == "NOT MET"
+
+
+def test_the_table_of_goals_names_the_device_and_what_is_wanted_of_it() -> None:
+    h100 = _device("NVIDIA H100 80GB HBM3", 3.0e12, H200.matrix)
+    lines = table([h100, {"part": "offline", "model": LLAMA, "tokens_per_s": 9000.0}]).splitlines()
+    assert "NVIDIA H100 80GB HBM3 (copy 3.00 TB/s, bf16 702 TF/s)" in lines[0]
+    (line,) = [line for line in lines if line.startswith("offline benchmark, Llama-3.1-8B")]
+    assert line.split()[-6:] == ["11,000", "tok/s", "8,936", "9,366", "9,000", "met"]
 
 
 def test_flash_attentions_time_is_stated_over_ours() -> None:

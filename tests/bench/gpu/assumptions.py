@@ -97,11 +97,13 @@ _CHAIN = {
 
 @dataclass(frozen=True)
 class Timed:
-    """us: of the launch. memory_us: for which it keeps the memory busy."""
+    """us: of the launch. memory_us, matrix_us: for which it keeps the memory or the matrix units
+    busy."""
 
     work: Work
     us: float
     memory_us: float
+    matrix_us: float = 0.0
 
 
 def timed(works: list[Work], given: Assumptions) -> list[Timed]:
@@ -116,7 +118,10 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     if work.name.startswith((CUBLAS, FP8_PRODUCT)):
         is_fp8 = work.name.startswith(FP8_PRODUCT)
         us = product_us(*work.product, given.cublas, is_fp8=is_fp8)
-        return Timed(work, us, min(us, work.memory_bytes / read_rate))
+        rows, outputs, columns = work.product
+        flops = (1 if is_fp8 else 2) * rows * outputs * columns
+        matrix = min(us, flops / given.matrix * 1e6)
+        return Timed(work, us, min(us, work.memory_bytes / read_rate), matrix)
     is_torch = work.name.startswith(_TORCH)
     was_torch = before is not None and before.work.name.startswith(_TORCH)
     gap = given.gap_alone if is_torch or was_torch else given.gap
@@ -125,17 +130,20 @@ def _timed(work: Work, before: Timed | None, given: Assumptions) -> Timed:
     chain = _CHAIN.get(kernel, 0) + work.rotates + 2 * work.is_split
     lead = gap + chain * given.access
     memory = work.memory_bytes / read_rate
+    matrix = max(
+        work.products / (given.matrix * given.tile_share) * 1e6,
+        work.flops / (given.matrix * given.prefill_share) * 1e6,
+    )
     streams = max(
         memory,
         work.cached_bytes / given.cache * 1e6,
         _busiest(work, given),
         work.issued / (_ISSUED * given.issue_share),
-        work.products / (given.matrix * given.tile_share) * 1e6,
-        work.flops / (given.matrix * given.prefill_share) * 1e6,
+        matrix,
     )
     empty = -(-work.empty // (work.fit * NUM_SMS)) if work.fit else 0
     us = lead + given.latency + streams + given.end + empty * given.empty_wave
-    return Timed(work, us, memory)
+    return Timed(work, us, memory, matrix)
 
 
 def _busiest(work: Work, given: Assumptions) -> float:

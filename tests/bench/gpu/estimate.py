@@ -23,7 +23,18 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, SampledTokens, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
 from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Timed, timed
-from tests.bench.gpu.goals import GOALS, LLAMA, QWEN, SMALL, Goal, Row, with_shares
+from tests.bench.gpu.goals import (
+    GOALS,
+    H100,
+    LLAMA,
+    QWEN,
+    SMALL,
+    Goal,
+    Row,
+    shown,
+    sign,
+    with_shares,
+)
 from tests.bench.gpu.others import FRAMEWORKS, MEASURED, YARDSTICK
 from tests.bench.gpu.work import Work, Workbench
 from tests.support.compile_kernels import QUANTIZED
@@ -36,14 +47,36 @@ MEASUREMENTS = Path(__file__).with_name("measured_h200.jsonl")
 _STEPS_SINCE = 26
 
 
+# Which microseconds of a launch are counted: all of them, or those that the memory or the matrix
+# units take where they take longer than the other.
+Count = Callable[[Timed], float]
+
+
+def _all_of(one: Timed) -> float:
+    return one.us
+
+
+def _of_memory(one: Timed) -> float:
+    return one.memory_us if one.memory_us > one.matrix_us else 0.0
+
+
+def _of_matrix(one: Timed) -> float:
+    return one.matrix_us if one.matrix_us >= one.memory_us else 0.0
+
+
 class StepTimes:
     """Of one model. Contexts are rounded up or down, so that few steps are recorded."""
 
     def __init__(
-        self, model: str, given: Assumptions, max_rows: int = 256, codes: str | None = None
+        self,
+        model: str,
+        given: Assumptions,
+        max_rows: int = 256,
+        codes: str | None = None,
+        count: Count = _all_of,
     ) -> None:
-        """codes: of the weights, one of QUANTIZED."""
-        self._name, self._max_rows, self._codes = model, max_rows, codes
+        """codes: of the weights, one of QUANTIZED. count: what `us` and `of_batch` sum."""
+        self._name, self._max_rows, self._codes, self._count = model, max_rows, codes, count
         self._given = given
         self._known: dict[Step, float] = {}
         self._sizes = captured_sizes(max_rows)
@@ -53,7 +86,7 @@ class StepTimes:
 
     def us(self, step: Step) -> float:
         if step not in self._known:
-            self._known[step] = sum(one.us for one in self.launches(step))
+            self._known[step] = sum(map(self._count, self.launches(step)))
         return self._known[step]
 
     def of_batch(self, decodes: list[int], chunks: list[tuple[int, int]]) -> float:
@@ -106,12 +139,15 @@ def served(times: StepTimes, requests: list[Request], max_batched_tokens: int) -
 
 @dataclass(frozen=True)
 class Estimate:
-    """In the unit of its goal; the second is at worst."""
+    """In the unit of its goal; the second is at worst. of_memory, of_matrix: the shares of the
+    expected time that are the memory's and the matrix units'."""
 
     goal: Goal
     expected: float | None
     at_worst: float | None
     why_not: str = ""
+    of_memory: float = 0.0
+    of_matrix: float = 0.0
 
     @property
     def word(self) -> str:
@@ -121,8 +157,43 @@ class Estimate:
         return "met" if all(met) else "met as expected, not at worst" if met[0] else "NOT MET"
 
 
-def _tpot_ms(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
-    return lambda given: StepTimes(model, given).us(_decode(batch, context)) / 1e3
+@dataclass(frozen=True)
+class Time:
+    """us: how many a step or a run takes. figure: the goal's, of these microseconds."""
+
+    us: Callable[[Assumptions, Count], float]
+    figure: Callable[[float], float]
+
+    def estimate(self, goal: Goal) -> Estimate:
+        us = self.us(EXPECTED, _all_of)
+        return Estimate(
+            goal,
+            self.figure(us),
+            self.figure(self.us(AT_WORST, _all_of)),
+            of_memory=self.us(EXPECTED, _of_memory) / us,
+            of_matrix=self.us(EXPECTED, _of_matrix) / us,
+        )
+
+
+def _step_us(model: str, step: Step) -> Callable[[Assumptions, Count], float]:
+    return lambda given, count: StepTimes(model, given, count=count).us(step)
+
+
+def _run_us(
+    model: str, requests: list[Request], max_batched_tokens: int
+) -> Callable[[Assumptions, Count], float]:
+    def us(given: Assumptions, count: Count) -> float:
+        return 1e6 * served(StepTimes(model, given, count=count), requests, max_batched_tokens)[0]
+
+    return us
+
+
+def _tpot(model: str, batch: int, context: int) -> Time:
+    return Time(_step_us(model, _decode(batch, context)), lambda us: us / 1e3)
+
+
+def _rate(model: str, batch: int, context: int) -> Time:
+    return Time(_step_us(model, _decode(batch, context)), lambda us: batch / us * 1e6)
 
 
 def _decode(batch: int, context: int) -> Step:
@@ -138,16 +209,14 @@ def _share_of_copy(model: str, batch: int, context: int) -> Callable[[Assumption
     return share
 
 
-def _offline(model: str) -> Callable[[Assumptions], float]:
-    def rate(given: Assumptions) -> float:
-        requests = requests_of(FULL, 1000)
-        seconds, _ = served(StepTimes(model, given), requests, FULL.max_batched_tokens)
-        return sum(request.sampling.max_tokens for request in requests) / seconds
-
-    return rate
+def _offline(model: str) -> Time:
+    requests = requests_of(FULL, 1000)
+    num_tokens = sum(request.sampling.max_tokens for request in requests)
+    us = _run_us(model, requests, FULL.max_batched_tokens)
+    return Time(us, lambda us: num_tokens / us * 1e6)
 
 
-def _http(given: Assumptions) -> float:
+def _http() -> Time:
     """The device's part alone: the server's is to be hidden behind it."""
     sampling = SamplingParams(max_tokens=1024)
     prompts = (tuple(range(3 + index, 131 + index)) for index in range(256))
@@ -155,12 +224,8 @@ def _http(given: Assumptions) -> float:
         Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
         for i, ids in enumerate(prompts)
     ]
-    seconds, _ = served(StepTimes(QWEN, given), requests, SchedulerConfig().max_num_batched_tokens)
-    return 256 * 1024 / seconds
-
-
-def _ttft_ms(given: Assumptions) -> float:
-    return StepTimes(LLAMA, given).us(Step(chunks=((1024, 0),))) / 1e3
+    us = _run_us(QWEN, requests, SchedulerConfig().max_num_batched_tokens)
+    return Time(us, lambda us: 256 * 1024 / us * 1e6)
 
 
 def _attention(step: Step, given: Assumptions) -> Timed:
@@ -179,21 +244,16 @@ def _flash_attention_over_ours(given: Assumptions) -> float:
     return given.flash_attention / _attention(MEASURED[YARDSTICK][0], given).us
 
 
-def _rate(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
-    tpot = _tpot_ms(model, batch, context)
-    return lambda given: batch / tpot(given) * 1e3
-
-
-_BY_GOAL: tuple[Callable[[Assumptions], float] | str, ...] = (
-    _tpot_ms(LLAMA, 1, 512),
+_BY_GOAL: tuple[Time | Callable[[Assumptions], float] | str, ...] = (
+    _tpot(LLAMA, 1, 512),
     _share_of_copy(LLAMA, 1, 512),
-    _tpot_ms(SMALL, 1, 512),
+    _tpot(SMALL, 1, 512),
     _rate(LLAMA, 256, 1024),
     _offline(SMALL),
     _offline(LLAMA),
-    _http,
+    _http(),
     "no estimate: the host's work, not the device's",
-    _ttft_ms,
+    Time(_step_us(LLAMA, Step(chunks=((1024, 0),))), lambda us: us / 1e3),
     _attention_share,
     _flash_attention_over_ours,
     "no estimate: reading files and starting processes",
@@ -204,6 +264,8 @@ def estimates() -> Iterator[Estimate]:
     for goal, way in zip(GOALS, _BY_GOAL, strict=True):
         if isinstance(way, str):
             yield Estimate(goal, None, None, way)
+        elif isinstance(way, Time):
+            yield way.estimate(goal)
         else:
             yield Estimate(goal, way(EXPECTED), way(AT_WORST))
 
@@ -295,7 +357,9 @@ _OPENING = """\
 Made by `python -m tests.bench.gpu.estimate --write` from the launch code, the models' configs
 and the assumptions below; a test fails where it is stale. Measured: what the suite has found last
 on an H200, some of it before the launch code became what it is; loadtest/LOG.md says when. A
-measurement that misses its line says which assumption, or which kernel, to look at.
+measurement that misses its line says which assumption, or which kernel, to look at. memory, matrix:
+the shares of the expected time that are the memory's and the matrix units', by which goals.py makes
+the goals of another device; of an H100 SXM with a supposed copy of 3.0 TB/s they are shown.
 """
 _OTHERS = """\
 ## Attention beside what others measured
@@ -312,19 +376,15 @@ def _measurements() -> list[Row]:
 
 
 def text() -> str:
-    lines = [
-        "| goal | wanted | expected | at worst | | measured |",
-        "|---|---:|---:|---:|---|---:|",
-    ]
+    heads = ["goal", "wanted", f"of an {H100.name}", "expected", "at worst", "", "memory", "matrix"]
+    lines = [f"| {' | '.join(heads)} | measured |", "|---|---:|---:|---:|---:|---|---:|---:|---:|"]
     measured = _measurements()
     for one in estimates():
-        goal, sign = one.goal, "<=" if one.goal.is_at_most else ">="
-        values = one.expected, one.at_worst, goal.measured(measured)
-        shown = [_shown(goal, value) for value in values]
-        wanted = f"{sign} {goal.wanted:,g} {goal.unit}"
-        lines.append(
-            f"| {goal.what} | {wanted} | {shown[0]} | {shown[1]} | {one.word} | {shown[2]} |"
-        )
+        goal = one.goal
+        cells = [goal.what, f"{sign(goal)} {goal.wanted:,g} {goal.unit}"]
+        cells += [shown(goal, x) for x in (goal.on(H100).wanted, one.expected, one.at_worst)]
+        cells += [one.word, f"{one.of_memory:.2f}", f"{one.of_matrix:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {shown(goal, goal.measured(measured))} |")
     given = ["| assumption | expected | at worst | what it is, and its source |"]
     given.append("|---|---:|---:|---|")
     for field in fields(Assumptions):
@@ -346,10 +406,6 @@ def _text(value: object) -> str:
     if isinstance(value, Enum):
         return str(value.value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _shown(goal: Goal, value: float | None) -> str:
-    return "-" if value is None else f"{value:,.{0 if goal.wanted >= 1000 else 2}f}"
 
 
 if __name__ == "__main__":

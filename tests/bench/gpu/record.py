@@ -89,19 +89,25 @@ class Record:
     def write_summary(self) -> None:
         """summary.json and summary.txt: goals, failures, and the seconds of each part."""
         rows = self.rows()
-        found, ways = verdicts(rows), self.events("way")
+        ways = self.events("way")
         summary: dict[str, Any] = {
             "runs": self.events("run"),
             "way": ways[-1] if ways else None,
             "seconds": self.ended(),
             "goals": [
-                {"what": v.goal.what, "wanted": v.goal.wanted, "measured": v.measured, "is": v.word}
-                for v in found
+                {
+                    "what": v.goal.what,
+                    "wanted": v.goal.wanted,
+                    "wanted_here": v.here.wanted,
+                    "measured": v.measured,
+                    "is": v.word,
+                }
+                for v in verdicts(rows)
             ],
             "failures": self.failures(),
         }
         _replace(self.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-        text = [details(rows), table(found), failures_table(self.failures())]
+        text = [details(rows), table(rows), failures_table(self.failures())]
         _replace(self.folder / "summary.txt", "\n\n".join(part for part in text if part) + "\n")
 
 

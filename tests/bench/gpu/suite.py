@@ -42,7 +42,7 @@ from typing import Any
 
 from penstock.scheduler.errors import InvalidConfig
 from tests.bench.gpu import carried, triton_cache
-from tests.bench.gpu.goals import table, verdicts
+from tests.bench.gpu.goals import table
 from tests.bench.gpu.memory import GpuMemory
 from tests.bench.gpu.parts import PARTS, Part, Run, chosen, estimates
 from tests.bench.gpu.processes import end_all
@@ -158,7 +158,7 @@ def _conclude(run: Run) -> None:
     record.write_summary()
     rows, failures, seconds = record.rows(), record.failures(), record.ended()
     print(details(rows))
-    print(table(verdicts(rows)))
+    print(table(rows))
     if run.tiny:
         print("toy sizes: these figures mean nothing")
     if failures:
