@@ -78,6 +78,21 @@ class AttentionBackend(StrEnum):
     TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model
 
 
+class GpuWay(StrEnum):
+    """How a GPU computes a model of ours, the fastest first and the simplest last."""
+
+    PDL = "pdl"  # our kernels, most of which start before the one before them has ended
+    GRAPHS = "graphs"  # our kernels, of which a CUDA graph launches those of a step
+    EAGER = "eager"  # our kernels, which are launched one by one
+    TORCH = "torch"  # torch's operators alone
+
+    @property
+    def or_slower(self) -> "tuple[GpuWay, ...]":
+        """Itself and those after it."""
+        ways = tuple(GpuWay)
+        return ways[ways.index(self) :]
+
+
 # The files of a LoRA adapter's directory that are read.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -140,7 +155,8 @@ class EngineConfig:
     quantized model with the unquantized one, and log the figures. language_model_only: it is known
     that of a model of text and images only the text model is served. gpu_memory_utilization: the
     share of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs;
-    the kernels of a step are launched one by one. log_level, log_format: of the engine process.
+    the kernels of a step are launched one by one. gpu_way: the fastest that may be used; the server
+    names a slower one where that has failed. log_level, log_format: of the engine process.
     tensor_parallel_size: how many processes compute each layer together; pipeline_parallel_size:
     how many stages the layers are cut into, each of so many processes. num_threads and
     kv_cache_memory_bytes are of each process.
@@ -173,6 +189,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    gpu_way: GpuWay = GpuWay.PDL
     num_threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -45,23 +45,30 @@ _forced: bool | None = None
 
 def overlapped() -> dict[str, bool]:
     """Launch arguments for a kernel that follows the rule; without PDL if the device has none."""
-    enabled = _device_overlaps() if _forced is None else _forced
+    enabled = device_overlaps() if _forced is None else _forced
     return _OVERLAPPED if enabled else _ONE_BY_ONE
+
+
+def set_overlap(enabled: bool | None) -> None:
+    """For all launches and captures of this process; None: where the device can."""
+    global _forced
+    _forced = enabled
 
 
 @contextmanager
 def overlap(enabled: bool) -> Iterator[None]:
     """Overrides the device and the environment for launches and captures in this context."""
-    global _forced
-    before, _forced = _forced, enabled
+    before = _forced
+    set_overlap(enabled)
     try:
         yield
     finally:
-        _forced = before
+        set_overlap(before)
 
 
 @cache
-def _device_overlaps() -> bool:
+def device_overlaps() -> bool:
+    """Whether kernels may start early on it."""
     if os.environ.get("PENSTOCK_PDL") == "0":
         return False
     if knobs.runtime.interpret or not torch.cuda.is_available():

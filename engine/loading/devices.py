@@ -19,12 +19,15 @@ from penstock.engine.memory.gpu_budget import MemoryBudget, pool_advice, pool_by
 from penstock.engine.memory.hardware import computes_bfloat16
 from penstock.engine.memory.measured_rates import RateMeter, rates_file
 from penstock.engine.memory.pool.kv_layout import GroupPool
-from penstock.engine.memory.pool.kv_pool import PoolSize, size_pool
+from penstock.engine.memory.pool.kv_pool import LayerPools, PoolSize, size_pool
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.decoder.model import Model
 from penstock.engine.models.families.families import FAMILIES
 from penstock.engine.models.formats.kept import AsStored, CodePolicy, OnGpu
 from penstock.engine.models.formats.parse import quantization_name
 from penstock.engine.process.phases import Phases
+from penstock.engine.step.model_input import ModelInput
+from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -115,6 +118,35 @@ def measure_rates(
         measured = bandwidth, flops
         return RateMeter(dtype, lambda: measured, rates_file()).rates()._asdict()
     return {"measured_bandwidth_bytes_per_s": bandwidth, "measured_flops_per_s": flops}
+
+
+def run_largest_step(
+    model: Model,
+    pool: LayerPools,
+    scheduler: SchedulerConfig,
+    longest: int,
+    block_size: int,
+    num_groups: int = 1,
+) -> None:
+    """The most tokens that a step may have, at the end of the longest sequence, where the host
+    makes the steps. pool: of one block, in each group of layers."""
+    count = min(scheduler.max_num_batched_tokens, longest)
+    at = torch.arange(count)
+    kv_slots = (at % block_size).repeat(num_groups, 1)
+    tables = torch.zeros(num_groups, 1, -(-longest // block_size), dtype=torch.int32)
+    model(
+        ModelInput(
+            token_ids=torch.zeros_like(at),
+            positions=at + longest - count,
+            kv_slots=kv_slots if num_groups > 1 else kv_slots[0],
+            block_tables=tables if num_groups > 1 else tables[0],
+            query_starts=[0, count],
+            context_lens=[longest],
+            num_decodes=0,
+            sample_rows=at[-scheduler.max_num_seqs :],
+        ),
+        pool,
+    )
 
 
 def size_gpu_pool(

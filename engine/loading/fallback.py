@@ -12,7 +12,12 @@ import torch
 from penstock.engine.config import AttentionBackend, EngineConfig, ModelImpl
 from penstock.engine.executors.cpu import HostModel
 from penstock.engine.loading.description import device_fields, dtype_name
-from penstock.engine.loading.devices import choose_dtype, measure_rates, size_gpu_pool
+from penstock.engine.loading.devices import (
+    choose_dtype,
+    measure_rates,
+    run_largest_step,
+    size_gpu_pool,
+)
 from penstock.engine.loading.steps import Loading
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.gpu_budget import MemoryBudget
@@ -39,7 +44,6 @@ from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.lora.store import no_adapters
 from penstock.engine.sampling.grammar_table import load_grammars
 from penstock.engine.step.model_info import ModelInfo
-from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.step_model.amounts import AttentionGroup
 
@@ -88,25 +92,11 @@ class FallbackLoading(Loading):
             check_model(self._model, self._settings.vocab_size, self._longest)
             if not self.device.has_kernels:
                 return None
-            scheduler, gpu, max_len = self.config.scheduler, self.device, self._longest
-            count = min(scheduler.max_num_batched_tokens, max_len)
+            shape, kind, gpu = self._model.kv_shape, self._kv_type, self.device
             gpu.release()
             used = gpu.used_bytes()
-            pool = KVPool(self._model.kv_shape, 1, _BLOCK_SIZE, self._kv_type, gpu.device)
-            at = torch.arange(count)
-            self._model(
-                ModelInput(
-                    token_ids=torch.zeros_like(at),
-                    positions=at + max_len - count,
-                    kv_slots=at % _BLOCK_SIZE,
-                    block_tables=torch.zeros(1, -(-max_len // _BLOCK_SIZE), dtype=torch.int32),
-                    query_starts=[0, count],
-                    context_lens=[max_len],
-                    num_decodes=0,
-                    sample_rows=at[-scheduler.max_num_seqs :],
-                ),
-                pool,
-            )
+            pool = KVPool(shape, 1, _BLOCK_SIZE, kind, gpu.device)
+            run_largest_step(self._model, pool, self.config.scheduler, self._longest, _BLOCK_SIZE)
             # Torch frees nothing by itself, so this is the peak.
             activations = max(0, gpu.used_bytes() - used)
             del pool

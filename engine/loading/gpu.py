@@ -7,9 +7,11 @@ memory went; an error names the flag to change, and its value.
 
 import gc
 from functools import partial
+from typing import Any
 
 import torch
 
+from penstock.engine.config import GpuWay
 from penstock.engine.executors.cuda.block_tier import GpuOffload
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.device_tables import DeviceTables
@@ -19,6 +21,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.launch import device_overlaps, set_overlap
 from penstock.engine.loading.description import dtype_name
 from penstock.engine.loading.devices import (
     check_experts_on_gpu,
@@ -45,6 +48,7 @@ from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -61,6 +65,8 @@ class GpuLoading(DecoderLoading):
 
     def plan(self) -> None:
         config, model, gpu = self.config, self.model, self.device
+        self.way = self._choose_way()
+        set_overlap(False if device_overlaps() and self.way is not GpuWay.PDL else None)
         check_parts(self.whole)
         check_experts_on_gpu(self.whole, config.quantization)
         kept = kept_on_gpu(model, gpu.device)
@@ -84,9 +90,20 @@ class GpuLoading(DecoderLoading):
             check_adapters(config.lora, gpu.name, self._slot_bytes, free - num_weight_bytes)
         self._rates = measure_rates(gpu, self.dtype, self.phases)
 
+    def _choose_way(self) -> GpuWay:
+        """The fastest that this device has of those that may be used."""
+        absent = set() if device_overlaps() else {GpuWay.PDL}
+        if not self._may_capture:
+            absent.add(GpuWay.GRAPHS)
+        return next(way for way in self.config.gpu_way.or_slower if way not in absent)
+
+    @property
+    def _may_capture(self) -> bool:
+        return self.place.tensor.is_capturable and not self.config.enforce_eager
+
     @property
     def _uses_graphs(self) -> bool:
-        return self.place.tensor.is_capturable and not self.config.enforce_eager
+        return self._may_capture and self.way in (GpuWay.PDL, GpuWay.GRAPHS)
 
     @property
     def _num_graphs(self) -> int:
@@ -166,13 +183,17 @@ class GpuLoading(DecoderLoading):
         sizes = self.longest, self._padding_bytes
         return self.least(size_gpu_pool(self.config, self.largest_pools, budget, *sizes))
 
-    def complete(self, size: PoolSize) -> DeviceModel:
+    def complete(self, size: PoolSize) -> LoadedModel:
         slots, adapters = self._slots, None
         if slots is not None:
             adapters = self.adapters(make=slots.put, drop=slots.free)
         loaded = self._model_with(size, adapters, use_graphs=self._uses_graphs)
         loaded.offload, loaded.num_graphs = self._offload, self._num_graphs
-        loaded.ledger = Ledger(
+        loaded.ledger = self.ledger(size)
+        return loaded
+
+    def ledger(self, size: PoolSize) -> Ledger:
+        return Ledger(
             total=self.device.total_bytes,
             weights=max(0, self.used - self._used_before - self._slot_bytes),
             kv_pool=size.num_bytes(self.pools) + self._padding_bytes,
@@ -181,7 +202,9 @@ class GpuLoading(DecoderLoading):
             staging=None if self._offload is None else self._offload.staging_bytes,
             pool_notes=pool_notes(size, self.pools),
         )
-        return loaded
+
+    def info(self, size: PoolSize, **more: Any) -> ModelInfo:
+        return self.described(size, gpu_way=self.way, **self._rates, **more)
 
     def _model_with(
         self, size: PoolSize, adapters: Adapters | None, *, use_graphs: bool
@@ -206,7 +229,7 @@ class GpuLoading(DecoderLoading):
             pool=pool,
             tables=DeviceTables(seqs, size.max_model_len, block_size, size.by_group, device),
             grammars=self._grammar_table,
-            info=self.described(size, **self._rates),
+            info=self.info(size),
             max_num_seqs=seqs,
             adapters=adapters or no_adapters(seqs),
             use_graphs=use_graphs,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, GpuWay
 from penstock.engine.executors.cuda.device import CudaGpu, Device, Interpreter
 from penstock.engine.executors.followers import Followers, Start, layout_of
 from penstock.engine.memory.tiers.offload import offload_flag
@@ -39,6 +39,11 @@ def shared_by_gpus(config: EngineConfig) -> tuple[int, ...]:
     GPUs do not compute."""
     layout = layout_of(config)
     check_offload(config)
+    if config.gpu_way is GpuWay.TORCH:
+        raise InvalidConfig(
+            f"{layout.flags} cannot be combined with --gpu-way torch, by which one GPU computes a "
+            "model; leave one of the two out"
+        )
     check_stages(layout, ModelConfig.from_dir(Path(config.model)))
     if not _shares_device():
         check_num_gpus(layout, torch.cuda.device_count())

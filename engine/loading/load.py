@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, GpuWay
 from penstock.engine.executors.cpu import CpuExecutor, HostModel
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
@@ -35,6 +35,10 @@ def load(
         from penstock.engine.loading.fallback import FallbackLoading
 
         loading = FallbackLoading
+    elif device.has_kernels and config.gpu_way is GpuWay.TORCH:
+        from penstock.engine.loading.torch_way import TorchLoading
+
+        loading = TorchLoading
     elif device.has_kernels:
         from penstock.engine.loading.gpu import GpuLoading
 

@@ -251,13 +251,15 @@ class DecoderLoading(Loading):
         ids = self.whole.vocab_size, self.model.eos_token_ids
         return load_grammars(self.config, self.directory, *ids, samples=self.place.rank == 0)
 
-    def adapters(self, **make_and_drop: Callable[..., Any]) -> Adapters:
-        """make_and_drop: see `Adapters`."""
+    def adapters(
+        self, device: torch.device = _CPU, /, **make_and_drop: Callable[..., Any]
+    ) -> Adapters:
+        """See `Adapters`."""
         return Adapters(
             self.config.lora,
             self.model,
             self.dtype,
-            _CPU,
+            device,
             self.config.scheduler.max_num_seqs,
             shard=self.shard,
             first_layer=self.stage.layers.start,

@@ -5,6 +5,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 
 from dataclasses import dataclass
 
+from penstock.engine.config import GpuWay
 from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup, StateGroup
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts, AttentionGroup
@@ -86,6 +87,7 @@ class ModelInfo:
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
+    gpu_way: how a GPU computes it; None on a processor, and where transformers does.
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
     tensor_parallel_size: how many ranks have a part of every layer each. pipeline_parallel_size:
     how many stages there are, each of some layers. Bytes, operations, peaks and measurements are
@@ -122,6 +124,7 @@ class ModelInfo:
     read_alignment: int = READ_ALIGNMENT
     num_states: int = 0
     state_bytes: int = 0
+    gpu_way: GpuWay | None = None
     model_impl: str = "penstock"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

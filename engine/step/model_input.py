@@ -51,6 +51,10 @@ class ModelInput:
     adapters: tuple[AdapterRun, ...] = ()
     snapshots: tuple[StateSnapshot, ...] = ()
 
+    def to(self, device: torch.device) -> "ModelInput":
+        names = ("token_ids", "positions", "kv_slots", "block_tables", "sample_rows")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
     @property
     def group_steps(self) -> "list[ModelInput]":
         """As the layers of each group see it."""

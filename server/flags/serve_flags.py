@@ -121,6 +121,12 @@ GROUPS = {
             "be installed, and requires --block-size 256; torch is slow, and shows whether a "
             "kernel or the model is at fault",
         ),
+        Flag(
+            "--gpu-way",
+            "the fastest way in which a GPU may compute: pdl, CUDA graphs of kernels that start "
+            "before others have ended, where the GPU can; graphs, without that; eager, kernels one "
+            "by one; torch, torch's operators alone, which is slow",
+        ),
         Flag("--enforce-eager", "no CUDA graphs: slower steps, a faster start, less memory"),
         Flag(
             "--num-threads N",

@@ -17,6 +17,11 @@ def rungs(*names: str) -> list[dict[str, Any]]:
     return _reported("tests.support.rung_rehearsal", *names)
 
 
+def ways() -> list[dict[str, Any]]:
+    """What `tests.support.way_rehearsal` prints."""
+    return _reported("tests.support.way_rehearsal")
+
+
 def _reported(module: str, *arguments: str) -> list[dict[str, Any]]:
     """The lines of JSON that it prints, where Triton compiles as for a GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

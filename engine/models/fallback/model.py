@@ -5,7 +5,6 @@ logits. All on one device; steps and logits are on the host, as the executor has
 """
 
 import copy
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,13 +52,7 @@ class TransformersModel:
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         device = self.network.device
-        here = dataclasses.replace(
-            step,
-            token_ids=step.token_ids.to(device),
-            positions=step.positions.to(device),
-            kv_slots=step.kv_slots.to(device),
-            block_tables=step.block_tables.to(device),
-        )
+        here = step.to(device)
         paged = PagedStep(self.layers, here, pool)
         output = self._run(self._base, here.token_ids, here.positions, paged)
         states: Tensor = output.last_hidden_state[0][rows.to(device)]

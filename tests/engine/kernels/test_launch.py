@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from triton import knobs
 
-from penstock.engine.kernels.launch import _device_overlaps, overlap, overlapped
+from penstock.engine.kernels.launch import device_overlaps, overlap, overlapped
 from penstock.engine.kernels.linear import Scaled, skinny_linear
 from penstock.engine.kernels.norm import add_rms_norm
 from tests.support.kernels import DEVICE, ON_GPU, random
@@ -36,14 +36,14 @@ def test_kernels_start_early_on_supported_devices_unless_disabled(
     monkeypatch.delenv("PENSTOCK_PDL", raising=False)  # which the suite of a GPU may have set
     if environment is not None:
         monkeypatch.setenv("PENSTOCK_PDL", environment)
-    _device_overlaps.cache_clear()
+    device_overlaps.cache_clear()
     try:
         assert overlapped().get("launch_pdl", False) is is_early
         with overlap(not is_early):
             assert overlapped()["PDL"] is not is_early
         assert overlapped()["PDL"] is is_early
     finally:
-        _device_overlaps.cache_clear()
+        device_overlaps.cache_clear()
 
 
 @pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
