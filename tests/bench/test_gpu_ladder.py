@@ -28,6 +28,7 @@ NO_GRAPHS, PLAIN = Way(graphs=False), Way(overlaps=False, graphs=False)
 # What follows from the failure of one rung alone.
 AFTER: dict[str, Way] = {
     "kernel": BEST,
+    **{rung.name: BEST for rung in RUNGS if rung.kernels},
     "kernel-pdl": NO_PDL,
     "graph": BEST,
     "graph-pdl": NO_PDL,
@@ -104,6 +105,23 @@ def test_a_failure_loses_nothing_but_its_rung(tmp_path: Path, name: str, kind: s
     passed = {row["rung"] for row in climbed.rows if row["is_right"]}
     assert passed == AFTER.keys() - {name}
     assert climbed.way == AFTER[name]
+
+
+def test_a_model_that_fails_says_which_of_its_kernels_failed_alone(tmp_path: Path) -> None:
+    climbed = Climbed(
+        tmp_path, {"kernel-decode": "wrong", "kernel-experts": "abort", "model": "wrong"}
+    )
+    assert set(climbed.failures) == {"kernel-decode", "kernel-experts", "model"}
+    first, *_ = climbed.failures["model"].splitlines()
+    # No layer of it has experts.
+    assert first.endswith("(of its kernels, kernel-decode failed alone)")
+    assert "failed alone" not in climbed.failures["kernel-decode"]
+
+
+def test_a_model_that_fails_with_kernels_that_are_right_says_so(tmp_path: Path) -> None:
+    climbed = Climbed(tmp_path, {"model": "abort"})
+    first, *_ = climbed.failures["model"].splitlines()
+    assert first.endswith("(each of its kernels was right alone)")
 
 
 @pytest.mark.slow
@@ -241,8 +259,8 @@ def test_what_comes_back_is_few_files_of_bounded_size(tmp_path: Path) -> None:
 def test_estimates_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list", "--parts", "probe,tests", "compile", "--minutes", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split() == ["compile", "25", "s", "175", "s", "may", "not", "fit"]
-    assert lines[-1] == "together            175 s, of 120 s that --minutes allows"
+    assert lines[2].split() == ["compile", "25", "s", "190", "s", "may", "not", "fit"]
+    assert lines[-1] == "together            190 s, of 120 s that --minutes allows"
     first = [part for part in PARTS if part.name in ("probe", "tests", "compile")]
     assert estimates(first, 9).count("may not fit") == 0
 

@@ -17,7 +17,8 @@ if not shutil.which("g++"):
 
 @pytest.mark.slow
 def test_rungs_capture_and_decode_as_a_gpu_allows() -> None:
-    names = ["kernel", "graph-memset-pdl", "chunk-graphs-pdl", "start"]
+    kernels = ["kernel-kv-write", "kernel-codes", "kernel-experts"]
+    names = ["kernel", "graph-memset-pdl", "chunk-graphs-pdl", "start", *kernels]
     rows = rungs(*names)
     assert [row["rung"] for row in rows if row["is_right"]] == names
     assert rows[2]["steady_steps"] > 0 and rows[2]["num_ids"] == 17 * 24

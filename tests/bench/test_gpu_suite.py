@@ -12,6 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install 'pens
 
 from penstock.engine.loading.gpu_ranks import SHARED_DEVICE
 from tests.bench.engine.__main__ import main as bench
+from tests.bench.engine.case import Bench, Case
+from tests.bench.gpu import rung
 from tests.bench.gpu.goals import GOALS, H200, LLAMA, SMALL, table, verdicts, with_shares
 from tests.bench.gpu.parts import Run
 from tests.bench.gpu.record import Record
@@ -140,6 +142,31 @@ def test_a_kernel_that_is_wrong_is_a_failure(tmp_path: Path) -> None:
     run = Run(Record(tmp_path), part="small")
     run.note({"part": "kernel", "kernel": "embed", "error": 0.5, "is_right": False})
     assert "kernel=embed, error=0.5" in run.record.failures()[0]["message"]
+
+
+@pytest.mark.parametrize(("name", "num_cases"), [("kernel-linear", 15), ("kernel-kv-write", 8)])
+def test_a_rung_of_a_kernel_checks_it_against_torch(
+    name: str, num_cases: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rung.main([name, "--tiny"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["is_right"] and row["num_cases"] == num_cases
+
+
+def test_a_kernel_that_is_wrong_is_named_with_its_sizes_and_its_error() -> None:
+    def make(error: float) -> Case:
+        return Case(
+            kernel="norm", at={"rows": 3}, calls=[], error=lambda: error, num_bytes=0, tolerances=5
+        )
+
+    def lost() -> Case:
+        raise RuntimeError("no such tile")
+
+    bench = Bench(tiny=True)  # 1e-5 of float32, five times
+    assert rung.wrong_of(lambda: make(4e-5), "first", bench) == {}
+    assert rung.wrong_of(lambda: make(0.5), "first", bench) == {"norm, rows 3": 0.5}
+    assert rung.wrong_of(lambda: make(float("nan")), "first", bench) == {"norm, rows 3": "nan"}
+    assert rung.wrong_of(lost, "first", bench) == {"first": "RuntimeError: no such tile"}
 
 
 def test_a_goal_is_met_on_its_own_side_of_the_limit() -> None:

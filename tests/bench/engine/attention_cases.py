@@ -17,16 +17,16 @@ from penstock.engine.step.device_step import DeviceStep
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.flash_attention_3 import FlashAttention3, interface_in
 from tests.bench.engine.models import model_config
-from tests.bench.engine.timing import Call, num_input_sets, relative_error
+from tests.bench.engine.timing import Call, relative_error
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
 _BLOCK_SIZE, _TINY_BLOCK_SIZE = 64, 16
 # The row of the table of goals comes first.
 _DECODES = ((32, 8192), (1, 1024), (1, 8192), (32, 1024), (256, 1024), (256, 8192))
-_TINY_DECODES = ((3, 200),)
+_CHECKED_DECODES, _TINY_DECODES = ((1, 512),), ((3, 200),)
 # Tokens of a chunk, and of the context before it.
 _CHUNKS = ((1024, 0), (8192, 0), (1024, 7168))
-_TINY_CHUNKS = ((20, 12),)
+_CHECKED_CHUNKS, _TINY_CHUNKS = ((70, 0), (300, 212)), ((20, 12),)
 # Of a decode, for each multiprocessor, beside the present number.
 _PROGRAMS = (2, 6)
 # Query rows whose scores are held at once by the reference.
@@ -34,23 +34,29 @@ _REFERENCE_ROWS = 512
 
 
 def decode_attention(bench: Bench) -> Iterator[MakeCase]:
-    for model in _MODELS[: 1 if bench.tiny else None]:
-        for batch, context in _TINY_DECODES if bench.tiny else _DECODES:
+    for model in bench.pick(_MODELS, _MODELS[:1], _MODELS[:1]):
+        for batch, context in bench.pick(_DECODES, _CHECKED_DECODES, _TINY_DECODES):
             at: dict[str, object] = {"model": model, "batch": batch, "context": context}
             lengths = Lengths([context] * batch, [1] * batch)
             yield partial(_case, bench, model, lengths, at, "decode attention")
     if not bench.tiny:  # of unlike lengths
-        counts = [1 + 8191 * row // 63 for row in range(64)]
-        at = {"model": _MODELS[0], "batch": 64, "context": "1 to 8192"}
-        yield partial(_case, bench, _MODELS[0], Lengths(counts, [1] * 64), at, "decode attention")
+        longest, num_rows = (8192, 64) if bench.is_timed else (1100, 6)
+        counts = [1 + (longest - 1) * row // (num_rows - 1) for row in range(num_rows)]
+        at = {"model": _MODELS[0], "batch": num_rows, "context": f"1 to {longest}"}
+        lengths = Lengths(counts, [1] * num_rows)
+        yield partial(_case, bench, _MODELS[0], lengths, at, "decode attention")
 
 
 def prefill_attention(bench: Bench) -> Iterator[MakeCase]:
-    for model in _MODELS[: 1 if bench.tiny else None]:
-        for chunk, before in _TINY_CHUNKS if bench.tiny else _CHUNKS:
+    for model in bench.pick(_MODELS, _MODELS[:1], _MODELS[:1]):
+        for chunk, before in bench.pick(_CHUNKS, _CHECKED_CHUNKS, _TINY_CHUNKS):
             at: dict[str, object] = {"model": model, "chunk": chunk, "before": before}
             lengths = Lengths([before + chunk], [chunk])
             yield partial(_case, bench, model, lengths, at, "prefill attention")
+    if not bench.tiny:  # of unlike lengths
+        at = {"model": _MODELS[0], "chunk": "1 to 400", "before": "0 to 110"}
+        lengths = Lengths([1, 65, 170, 400], [1, 40, 60, 400])
+        yield partial(_case, bench, _MODELS[0], lengths, at, "prefill attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Inputs:
 
     def __init__(self, bench: Bench, shape: AttentionShape, lengths: Lengths) -> None:
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * bench.dtype.itemsize
-        num_sets = num_input_sets(sum(lengths.contexts) * token_bytes, bench.device)
+        num_sets = bench.sets(sum(lengths.contexts) * token_bytes)
         num_rows, size = len(lengths.contexts), shape.block_size
         per_row = -(-max(lengths.contexts) // size)
         blocks = torch.randperm(num_sets * num_rows * per_row, device=bench.device).int()
@@ -117,9 +123,9 @@ class Inputs:
         """Of the first set."""
         self.out.fill_(float("nan"))
         call()
-        return relative_error(self.out, self._reference())
+        return relative_error(self.out, self.reference())
 
-    def _reference(self) -> Tensor:
+    def reference(self) -> Tensor:
         reference = torch.empty(self.out.shape, dtype=torch.float64, device=self.out.device)
         first = 0
         tables = self.steps[0].block_tables.long()
@@ -155,13 +161,11 @@ def _case(bench: Bench, model: str, lengths: Lengths, at: dict[str, object], ker
     config = model_config(model, bench.tiny)
     (shape,) = config.attention_windows(_TINY_BLOCK_SIZE if bench.tiny else _BLOCK_SIZE)
     inputs = Inputs(bench, shape, lengths)
-    rows, tokens, sms = len(lengths.contexts), len(inputs.out), 1
-    if bench.device.type == "cuda":
-        sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+    rows, tokens, sms = len(lengths.contexts), len(inputs.out), bench.num_sms
     ours = partial(PagedAttention, {shape: [None]}, rows, tokens, sms, bench.device, bench.dtype)
     calls = inputs.calls(ours)
     makers = _rivals(bench, shape)
-    if lengths.is_decode and not bench.tiny:  # decides DECODES_PER_SM
+    if lengths.is_decode and bench.is_timed and not bench.tiny:  # decides DECODES_PER_SM
         for count in _PROGRAMS:
             makers[f"{count} programs a multiprocessor"] = partial(ours, decodes_per_sm=count)
     rivals = {name: inputs.calls(make) for name, make in makers.items()}

@@ -24,11 +24,10 @@ from penstock.engine.models.layers.linear import StoredLinear
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.linear_cases import layer_shapes
 from tests.bench.engine.models import model_config
-from tests.bench.engine.timing import num_input_sets, relative_error
+from tests.bench.engine.timing import relative_error
 
 _MODEL = "Llama-3.1-8B"
-_ROWS = (1, 16, 64, 256, 1024)
-_TINY_ROWS = (2, 20)
+_ROWS, _CHECKED_ROWS, _TINY_ROWS = (1, 16, 64, 256, 1024), (1, 20), (2, 20)
 # As --quantization and common checkpoints have them.
 _SCHEMES: dict[str, TensorScheme] = {
     "int8": Integers(bits=8, group_size=32, is_packed=False),
@@ -43,12 +42,12 @@ def coded(bench: Bench) -> Iterator[MakeCase]:
     shapes = layer_shapes(model_config(_MODEL, bench.tiny))
     for name, (outputs, columns) in shapes.items():
         for codes in list(_SCHEMES)[: 2 if bench.tiny else None]:
-            for rows in _TINY_ROWS if bench.tiny else _ROWS:
+            for rows in bench.pick(_ROWS, _CHECKED_ROWS, _TINY_ROWS):
                 at: dict[str, object] = {
                     "model": _MODEL, "layer": name, "rows": rows, "codes": codes,
                 }  # fmt: skip
                 yield partial(_case, bench, at, _SCHEMES[codes], rows, (outputs, columns))
-        if bench.tiny:
+        if bench.tiny or not bench.is_timed:
             break
 
 
@@ -58,14 +57,11 @@ def _case(
     outputs, columns = shape
     first = _linear(bench, scheme, shape)
     layers = [first]
-    layers += [
-        _linear(bench, scheme, shape)
-        for _ in range(1, num_input_sets(first.num_bytes, bench.device))
-    ]
+    layers += [_linear(bench, scheme, shape) for _ in range(1, bench.sets(first.num_bytes))]
     x, out = bench.random(rows, columns), bench.poisoned(rows, outputs)
     plain = torch.empty(shape, dtype=bench.dtype, device=bench.device)
     first.write_weight(plain)
-    count = num_input_sets(size_of(plain), bench.device)
+    count = bench.sets(size_of(plain))
     weights = [plain, *(plain.clone() for _ in range(1, count))]
     calls = [_call(layer, x, out) for layer in layers]
 

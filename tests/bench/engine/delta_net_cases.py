@@ -20,7 +20,7 @@ from penstock.engine.models.parts.delta_net.layer import (
 )
 from penstock.engine.step.device_step import DeviceStep, StateTiles
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
-from tests.bench.engine.timing import num_input_sets, relative_error
+from tests.bench.engine.timing import relative_error
 from tests.support.delta_nets import delta_net_layer
 
 # A layer of Qwen3.5-9B; and a toy.
@@ -48,7 +48,7 @@ def _case(bench: Bench, config: DeltaNet, rows: int, tokens: int) -> Case:
     net = _net(bench, config)
     projected = bench.random(num, config.num_channels + config.num_values)
     gates = Gates(bench.random(num, 2 * config.num_value_heads), net.decay, net.bias)
-    sets = num_input_sets(rows * shape.num_bytes, bench.device)
+    sets = bench.sets(rows * shape.num_bytes)
     states = [
         (
             bench.random(

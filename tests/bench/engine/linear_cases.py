@@ -15,17 +15,17 @@ from penstock.engine.kernels.linear import MAX_ROWS, Scaled, skinny_linear
 from penstock.engine.models.config import ModelConfig
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
-from tests.bench.engine.timing import num_input_sets, relative_error
+from tests.bench.engine.timing import relative_error
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
-_ROWS = (1, 2, 4, 8, 16, 32)
+_ROWS, _CHECKED_ROWS, _TINY_ROWS = (1, 2, 4, 8, 16, 32), (1, 4, 16), (2, 32)
 _EPS = 1e-5
 
 
 def linear(bench: Bench) -> Iterator[MakeCase]:
-    for model in _MODELS[: 1 if bench.tiny else None]:
+    for model in bench.pick(_MODELS, _MODELS[:1], _MODELS[:1]):
         for name, (outputs, columns) in layer_shapes(model_config(model, bench.tiny)).items():
-            for rows in (2, 32) if bench.tiny else _ROWS:
+            for rows in bench.pick(_ROWS, _CHECKED_ROWS, _TINY_ROWS):
                 at: dict[str, object] = {"model": model, "layer": name, "rows": rows}
                 yield partial(_product, bench, at, rows, outputs, columns)
             at = {"model": model, "layer": name, "rows": 1}
@@ -42,7 +42,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def _product(bench: Bench, at: dict[str, object], rows: int, outputs: int, columns: int) -> Case:
     """With more rows than `skinny_linear` takes, torch's product alone, for the picture."""
-    sets = num_input_sets(outputs * columns * bench.dtype.itemsize, bench.device)
+    sets = bench.sets(outputs * columns * bench.dtype.itemsize)
     inputs = [(bench.random(rows, columns), _weight(bench, outputs, columns)) for _ in range(sets)]
     x, weight = inputs[0]
     out = bench.poisoned(rows, outputs)
@@ -68,7 +68,7 @@ def _product(bench: Bench, at: dict[str, object], rows: int, outputs: int, colum
 
 def _fused(bench: Bench, at: dict[str, object], layer: str, columns: int, outputs: int) -> Case:
     """One row, as in a decode layer: with the norm before it, or the residual after it."""
-    sets = num_input_sets(outputs * columns * bench.dtype.itemsize, bench.device)
+    sets = bench.sets(outputs * columns * bench.dtype.itemsize)
     weights = [_weight(bench, outputs, columns) for _ in range(sets)]
     x, norm = bench.random(1, columns), bench.random(columns)
     is_gated, is_normed = layer == "gate_up", layer in ("qkv", "gate_up", "lm_head")

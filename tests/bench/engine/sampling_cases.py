@@ -14,10 +14,9 @@ from penstock.engine.kernels.sample.sampler import DeviceSampler
 from penstock.scheduler.types import SamplingParams
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
-from tests.bench.engine.timing import num_input_sets
 
 _MODEL = "Llama-3.1-8B"
-_ROWS, _TINY_ROWS = (1, 32, 256), (3,)
+_ROWS, _CHECKED_ROWS, _TINY_ROWS = (1, 32, 256), (1, 17), (3,)
 _MODES = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
     "temperature": SamplingParams(max_tokens=1, temperature=0.8),
@@ -29,7 +28,7 @@ _PROMPT = [1, 2, 3]
 
 def sampling(bench: Bench) -> Iterator[MakeCase]:
     for mode in _MODES:
-        for rows in _TINY_ROWS if bench.tiny else _ROWS:
+        for rows in bench.pick(_ROWS, _CHECKED_ROWS, _TINY_ROWS):
             yield partial(_case, bench, mode, rows)
 
 
@@ -45,16 +44,14 @@ def _case(bench: Bench, mode: str, rows: int) -> Case:
     positions = torch.full_like(slots, len(_PROMPT))
     ids, logprobs = torch.full_like(slots, -1), bench.poisoned(rows, dtype=torch.float32)
     num_bytes = rows * vocab_size * bench.dtype.itemsize
-    inputs = [
-        bench.random(rows, vocab_size) for _ in range(num_input_sets(num_bytes, bench.device))
-    ]
+    inputs = [bench.random(rows, vocab_size) for _ in range(bench.sets(num_bytes))]
 
     def error() -> float:
         ids.fill_(-1)
         sampler.sample(inputs[0], slots, positions, ids, logprobs, chosen)
-        if not bool(((ids >= 0) & (ids < vocab_size)).all()):
-            return float("nan")
-        return float((~_allowed(inputs[0].double(), params, ids)).double().mean())
+        is_id = (ids >= 0) & (ids < vocab_size)
+        allowed = _allowed(inputs[0].double(), params, ids.clamp(0, vocab_size - 1))
+        return float((~(is_id & allowed)).double().mean())
 
     return Case(
         kernel="sample",

@@ -16,17 +16,17 @@ from penstock.engine.models.parts.attention.rotary import rotary_table, rotate
 from penstock.engine.step.device_step import Rotation
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
 from tests.bench.engine.models import model_config
-from tests.bench.engine.timing import num_input_sets, relative_error
+from tests.bench.engine.timing import relative_error
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-0.6B")
-_TOKENS = (1, 32, 256, 8192)
+_TOKENS, _CHECKED_TOKENS, _TINY_TOKENS = (1, 32, 256, 8192), (17,), (3,)
 _EPS = 1e-5
 
 
 def small(bench: Bench) -> Iterator[MakeCase]:
     for model in _MODELS[-1:] if bench.tiny else _MODELS:
         config = model_config(model, bench.tiny)
-        for tokens in (3,) if bench.tiny else _TOKENS:
+        for tokens in bench.pick(_TOKENS, _CHECKED_TOKENS, _TINY_TOKENS):
             at: dict[str, object] = {"model": model, "tokens": tokens}
             for make in (_add_rms_norm, _rms_norm, _silu_mul, _rotate_and_store, _embed):
                 yield partial(make, bench, config, tokens, at)
@@ -35,7 +35,7 @@ def small(bench: Bench) -> Iterator[MakeCase]:
 def _add_rms_norm(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]) -> Case:
     hidden = config.hidden_size
     weight, normed = bench.random(hidden), bench.poisoned(tokens, hidden)
-    sets = _sets(bench, 3 * normed.nbytes)
+    sets = bench.sets(3 * normed.nbytes)
     inputs = [(bench.random(tokens, hidden), bench.random(tokens, hidden)) for _ in range(sets)]
 
     def error() -> float:
@@ -58,7 +58,7 @@ def _add_rms_norm(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, 
 def _rms_norm(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]) -> Case:
     hidden = config.hidden_size
     weight, normed = bench.random(hidden), bench.poisoned(tokens, hidden)
-    inputs = [bench.random(tokens, hidden) for _ in range(_sets(bench, 2 * normed.nbytes))]
+    inputs = [bench.random(tokens, hidden) for _ in range(bench.sets(2 * normed.nbytes))]
 
     def error() -> float:
         normed.fill_(float("nan"))
@@ -84,7 +84,7 @@ def mlp_of(config: ModelConfig) -> int:
 def _silu_mul(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]) -> Case:
     mlp = mlp_of(config)
     out = bench.poisoned(tokens, mlp)
-    inputs = [bench.random(tokens, 2 * mlp) for _ in range(_sets(bench, 3 * out.nbytes))]
+    inputs = [bench.random(tokens, 2 * mlp) for _ in range(bench.sets(3 * out.nbytes))]
 
     def error() -> float:
         out.fill_(float("nan"))
@@ -104,7 +104,7 @@ def _silu_mul(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, obje
 def _embed(bench: Bench, config: ModelConfig, tokens: int, at: dict[str, object]) -> Case:
     embedding = bench.random(config.vocab_size, config.hidden_size)
     out = bench.poisoned(tokens, config.hidden_size)
-    count = _sets(bench, 2 * out.nbytes)
+    count = bench.sets(2 * out.nbytes)
     ids = torch.randint(config.vocab_size, (count, tokens), device=bench.device).int()
 
     def error() -> float:
@@ -131,7 +131,7 @@ def _rotate_and_store(
     keys, values = bench.poisoned(*pool), bench.poisoned(*pool)
     width = (heads + 2 * kv_heads) * dim
     inputs = [
-        bench.random(tokens, width) for _ in range(_sets(bench, 2 * size_of(query, keys, values)))
+        bench.random(tokens, width) for _ in range(bench.sets(2 * size_of(query, keys, values)))
     ]
     positions = torch.arange(tokens, dtype=torch.int32, device=bench.device)
     kv_slots = torch.randperm(tokens, device=bench.device)
@@ -166,7 +166,3 @@ def _rotate_and_store(
         error=error,
         num_bytes=2 * size_of(query, keys, values) + size_of(cos, sin, positions, kv_slots),
     )
-
-
-def _sets(bench: Bench, num_bytes: int) -> int:
-    return num_input_sets(num_bytes, bench.device)

@@ -19,7 +19,7 @@ _BLOCK_SIZE = 64
 
 
 def tables(bench: Bench) -> Iterator[MakeCase]:
-    for rows in (3,) if bench.tiny else (1, 256):
+    for rows in bench.pick((1, 256), (17,), (3,)):
         for make in (_gather_decodes, _gather_chunks, _store, _update):
             yield partial(make, bench, rows)
 

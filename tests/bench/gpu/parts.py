@@ -186,7 +186,7 @@ def _http(part: str, model: str) -> Callable[[Run, float], None]:
 
 # First what the others depend on, then what the goals name, then the rest.
 PARTS: tuple[Part, ...] = (
-    Part("probe", 60, 180, _probe),
+    Part("probe", 75, 200, _probe),
     Part("device", 12, 60, _bench("device")),
     Part("goals-small", 20, 60, _bench("steps", SMALL, "--points", "goals")),
     Part("goals-llama", 35, 80, _bench("steps", LLAMA, "--points", "goals")),
@@ -206,6 +206,7 @@ PARTS: tuple[Part, ...] = (
     Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
     Part("linear-layers", 50, 90, _bench("kernels", "linear")),
     Part("codes", 60, 120, _bench("kernels", "coded")),
+    Part("experts", 10, 40, _bench("kernels", "experts")),
     Part("delta-net", 20, 60, _bench("kernels", "delta-net")),
     Part("offload", 45, 120, _bench("offload", LLAMA)),
     *(Part(f"steps-{codes}", 45, 120, _codes(codes)) for codes in ("int8", "int4", "fp8")),

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.bench.gpu.processes import Ended, Log, Process, Row
-from tests.bench.gpu.rungs import LAST, WAVES, Rung
+from tests.bench.gpu.rungs import LAST, MODEL_KERNELS, RUNGS, WAVES, Rung
 from tests.bench.gpu.ways import Way, way_for
 
-# A rung compiles, and its reference and its checks compute, on the host too.
-_CORES_PER_RUNG = 4
+_FIRST_MODEL = next(index for index, rung in enumerate(RUNGS) if rung.name == "model")
+_OF_MODELS = {rung.name for rung in RUNGS[_FIRST_MODEL:]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,18 @@ class Climb:
         ends_s: of time.monotonic(); a rung that cannot start before it has not passed.
         """
         passed: set[str] = set()
-        way = Way()
+        way, blame = Way(), ""
         for wave in WAVES:
             if wave[0].name in LAST:
                 way = way_for(passed)
-            passed |= self._try_wave(wave, way, ends_s)
+            if wave[0].name in _OF_MODELS:
+                blame = _blame(passed)
+            passed |= self._try_wave(wave, way, ends_s, blame)
         return way
 
-    def _try_wave(self, wave: Sequence[Rung], way: Way, ends_s: float) -> set[str]:
-        """The names of those that passed."""
-        at_once = max(1, min(len(wave), (os.cpu_count() or 1) // _CORES_PER_RUNG))
+    def _try_wave(self, wave: Sequence[Rung], way: Way, ends_s: float, blame: str) -> set[str]:
+        """The names of those that passed. blame: is added to what others failed by."""
+        at_once = max(1, min(len(wave), (os.cpu_count() or 1) // wave[0].cores))
         found: dict[str, Ended] = {}
         for first in range(0, len(wave), at_once):
             found |= self._try(wave[first : first + at_once], way, ends_s)
@@ -61,7 +63,8 @@ class Climb:
                 found |= self._try([rung], way, ends_s, times=2 if timed_out else 1)
         for name, ended in found.items():
             if ended.problem:
-                self.fail(name, ended.problem)
+                line, *rest = ended.problem.splitlines()
+                self.fail(name, "\n".join([line + blame, *rest]))
         return {name for name, ended in found.items() if not ended.problem}
 
     def _try(
@@ -105,6 +108,14 @@ class Climb:
             return [sys.executable, "-m", "tests.bench.gpu.simulated", kind, rung.name, *flags]
         tiny = ["--tiny"] if self.tiny else []
         return [sys.executable, "-m", "tests.bench.gpu.rung", rung.name, *tiny, *flags]
+
+
+def _blame(passed: set[str]) -> str:
+    """What the rungs of single kernels say of a model that fails."""
+    failed = [name for name in MODEL_KERNELS if name not in passed]
+    if not failed:
+        return " (each of its kernels was right alone)"
+    return f" (of its kernels, {', '.join(failed)} failed alone)"
 
 
 def _wrong(rows: Sequence[Row]) -> str | None:

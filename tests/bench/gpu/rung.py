@@ -6,12 +6,15 @@ starts early: it shows that the rung computes what it should, and no more.
 
 import argparse
 import ctypes
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +28,10 @@ from penstock.engine.kernels.linear import Scaled, skinny_linear
 from penstock.engine.kernels.norm import add_rms_norm, rms_norm
 from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.types import Request, RequestId, SamplingParams, ScheduledBatch
+from tests.bench.engine.case import Bench, MakeCase
 from tests.bench.engine.driver import Driver
 from tests.bench.engine.executors import build_executor
+from tests.bench.engine.kernels import GROUPS
 from tests.bench.engine.timing import compute_dtype, relative_error, report, the_device, tolerance
 from tests.bench.gpu.rungs import RUNGS
 from tests.bench.gpu.small_model import SmallModel, compare, two_layers
@@ -129,6 +134,34 @@ def _kernel(args: Args) -> Found:
     expected = functional.rms_norm(total.double(), weight.shape, weight.double(), _EPS)
     error = relative_error(normed, expected)
     return {"error": error, "is_right": error < tolerance(dtype)}
+
+
+def _kernels(args: Args, *, groups: Sequence[str]) -> Found:
+    """Each case of these by itself, one by one and not started early."""
+    bench = Bench(tiny=args.tiny, is_timed=False)
+    wrong: dict[str, object] = {}
+    num_cases = 0
+    with overlap(False):
+        for group in groups:
+            for make in GROUPS[group](bench):
+                num_cases += 1
+                wrong |= wrong_of(make, f"{group}, number {num_cases}", bench)
+    return {"wrong": wrong, "num_cases": num_cases, "is_right": not wrong}
+
+
+def wrong_of(make: MakeCase, name: str, bench: Bench) -> dict[str, object]:
+    """Its error by its name, or why it has none. Raises if the device is lost."""
+    try:
+        case = make()
+        name, error = case.name, case.error()
+    except Exception as failure:
+        traceback.print_exc(file=sys.stderr)
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        return {name: f"{type(failure).__name__}: {failure}"[:500]}
+    if error < case.tolerances * tolerance(bench.dtype):
+        return {}
+    return {name: error if math.isfinite(error) else str(error)}
 
 
 def _chain(args: Args, *, early: bool, in_graph: bool, memsets: bool = False) -> Found:
@@ -243,6 +276,7 @@ def _no_waits(enabled: bool = True) -> Iterator[None]:
 
 _RUNGS: dict[str, Callable[[Args], Found]] = {
     "kernel": _kernel,
+    **{rung.name: partial(_kernels, groups=rung.kernels) for rung in RUNGS if rung.kernels},
     "kernel-pdl": lambda args: _chain(args, early=True, in_graph=False),
     "graph": lambda args: _chain(args, early=False, in_graph=True),
     "graph-pdl": lambda args: _chain(args, early=True, in_graph=True),

@@ -1,11 +1,9 @@
 """The kernels of mixtures agree with torch, however many tokens share an expert."""
 
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -14,7 +12,6 @@ from penstock.engine.loading.devices import check_experts_on_gpu, kept_on_gpu
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.formats.fp8.config import Fp8
-from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts
 from penstock.engine.models.parts.experts.kernels.routing import (
@@ -23,37 +20,16 @@ from penstock.engine.models.parts.experts.kernels.routing import (
     route,
     tiles_of,
 )
-from penstock.engine.models.parts.experts.layer import ExpertsLayer, routes
+from penstock.engine.models.parts.experts.layer import routes
 from penstock.engine.models.parts.mlp.config import Activation
-from penstock.engine.models.parts.reader import PartReader, WeightSource
-from penstock.engine.models.parts.tensors import NormKind
 from penstock.scheduler.errors import InvalidConfig
 from tests.support.kernels import DEVICE, DTYPES, TOLERANCE, error, random
+from tests.support.mixtures import drawn
 from tests.support.paths import MODEL_CONFIGS
 from tests.support.weight_formats import coded
 
 HIDDEN, SIZE = 40, 24  # no whole tiles
 EXPERTS = Experts(hidden_size=HIDDEN, num_experts=5, num_per_token=2, size=SIZE, is_normed=True)
-
-
-@dataclass(frozen=True)
-class Drawn(WeightSource):
-    """Random tensors, the same for each name. is_wide: whether they are in float32, rounded to
-    dtype."""
-
-    dtype: torch.dtype
-    is_wide: bool
-
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        tensor = random(*shape, seed=zlib.crc32(names[0].encode()))
-        tensor = (tensor / (4 if len(shape) == 1 else shape[1] ** 0.5)).to(self.dtype)
-        return tensor.float() if self.is_wide else tensor
-
-
-def drawn(
-    experts: Experts, dtype: torch.dtype = torch.float32, *, is_wide: bool = False
-) -> ExpertsLayer:
-    return ExpertsLayer(experts, PartReader(Drawn(dtype, is_wide), PlainLinear, NormKind()))
 
 
 @pytest.mark.parametrize("is_normed", [True, False])
