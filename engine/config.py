@@ -209,6 +209,12 @@ class EngineConfig:
     log_format: LogFormat = LogFormat.TEXT
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
+    def slower_way(self, way: GpuWay) -> GpuWay | None:
+        """What may be tried where this way has failed: for several GPUs not torch."""
+        num_ranks = self.tensor_parallel_size * self.pipeline_parallel_size
+        slower = (each for each in way.or_slower[1:] if each is not GpuWay.TORCH or num_ranks == 1)
+        return next(slower, None)
+
     def __post_init__(self) -> None:
         for name in (
             *("max_model_len", "block_size", "kv_cache_memory_bytes", "num_threads"),

@@ -75,9 +75,10 @@ FromRank0 = Start | Step | LoadAdapter | UnloadAdapter
 
 
 class LastWords(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: why it ends."""
+    """From a rank: why it ends. failed_way: see `RankFailed`."""
 
     why: str
+    failed_way: str | None = None
 
 
 class Channel:
@@ -150,7 +151,7 @@ class _Follower:
         self.channel = Channel(ours, LastWords | AdapterLoaded)
         self.pidfd = os.pidfd_open(self.process.pid)
         self.stopped_s = 0.0
-        self.last_words: str | None = None
+        self.last_words: LastWords | None = None
         self.answers: SimpleQueue[AdapterLoaded | None] = SimpleQueue()
         """None once there will be no more."""
         self.receiver = threading.Thread(target=self._receive, daemon=True)
@@ -163,7 +164,7 @@ class _Follower:
                 if isinstance(message, AdapterLoaded):
                     self.answers.put(message)
                 else:
-                    self.last_words = message.why
+                    self.last_words = message
         self.answers.put(None)
 
 
@@ -245,7 +246,9 @@ class Followers:
         failed = self._failed
         if failed is None:
             return error
-        return RankFailed(f"{failed}: {error}", rank=failed.rank, signal=failed.signal)
+        failed_way = failed.failed_way
+        why = f"{failed}: {error}"
+        return RankFailed(why, rank=failed.rank, signal=failed.signal, failed_way=failed_way)
 
     def close(self) -> None:
         """Ends them now."""
@@ -302,7 +305,6 @@ def _end_of(follower: _Follower, name: str) -> RankFailed:
             )
         return RankFailed(why, rank=rank, signal=-code)
     follower.receiver.join(_NEWS_S)
-    why = f"{name} ended with code {code}"
-    if follower.last_words is not None:
-        why = f"{name} failed: {follower.last_words}"
-    return RankFailed(why, rank=rank)
+    if (words := follower.last_words) is None:
+        return RankFailed(f"{name} ended with code {code}", rank=rank)
+    return RankFailed(f"{name} failed: {words.why}", rank=rank, failed_way=words.failed_way)

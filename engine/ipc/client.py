@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, GpuWay
 from penstock.engine.errors import EngineFailed, RequestRefused
 from penstock.engine.ipc.adapters import AdapterTable
 from penstock.engine.ipc.recovery import Recovery, RestartBudget
@@ -63,6 +63,8 @@ class EngineClient:
         self._budget = RestartBudget(config.max_engine_restarts)
         self.restarts: Counter[EndCause] = Counter()
         """How many processes were replaced, by what ended them."""
+        self.failed_ways: dict[GpuWay, str] = {}
+        """Those of a GPU that are not used any more, and why."""
         self._info: ModelInfo | None = None
         self._on_step: list[Callable[[StepReport], None]] = []
         self._on_info: list[Callable[[ModelInfo], None]] = []
@@ -128,11 +130,17 @@ class EngineClient:
         if self._config.max_engine_restarts:
             self._kv_memory = make_descriptor()
             self.process = self._new_process()
-        try:
-            await self._start_process()
-        except EngineFailed:
-            self.state = EngineState.DEAD
-            raise
+        while True:
+            try:
+                await self._start_process()
+                break
+            except EngineFailed:
+                assert self._ended
+                if not self._step_down(self._ended.result()):
+                    self.state = EngineState.DEAD
+                    raise
+            await self.process.close()
+            self.process = self._new_process()
         # Another process must have room for what this one accepted.
         self._config = replace(self._config, max_model_len=self.info.max_model_len)
         self.state = EngineState.READY if self._is_up else EngineState.RESTARTING
@@ -292,6 +300,7 @@ class EngineClient:
         """Starts processes until one is ready; false if that may not be tried again."""
         has_worked = self._has_stepped
         while True:
+            self._step_down(end)
             has_ended = await self.process.close()
             if not has_ended or end.cause is EndCause.OUT_OF_MEMORY:
                 # A process that was left behind may write to it; or the memory is what it takes.
@@ -319,6 +328,23 @@ class EngineClient:
             except EngineFailed:
                 assert self._ended
                 end, has_worked = self._ended.result(), False
+
+    def _step_down(self, end: End) -> bool:
+        """Whether the next process computes in a slower way, as the GPU has failed in this one."""
+        if (failed := end.failed_way) is None:
+            return False
+        if (slower := self._config.slower_way(failed)) is None:
+            return False
+        self.failed_ways[failed] = end.why
+        self._config = replace(self._config, gpu_way=slower)
+        logger.error(
+            "the GPU failed while it computed with --gpu-way %s: %s; the engine starts again with "
+            "--gpu-way %s, which is slower",
+            failed,
+            end.why,
+            slower,
+        )
+        return True
 
     async def _resume(self) -> End:
         """Gives the open requests to a process that is ready; returns when that has ended."""

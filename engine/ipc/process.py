@@ -28,6 +28,7 @@ from penstock.engine.process.logs import flush_all
 from penstock.engine.process.phases import Phases
 from penstock.engine.step.adapter_commands import load_first
 from penstock.engine.step.executor import Executor
+from penstock.engine.step.gpu_fault import GpuWayFailed, first_line, is_gpu_fault
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import (
     Failed,
@@ -138,7 +139,14 @@ def serve(
     gc.freeze()  # what is loaded stays: no collection during a step needs to visit it
     pipe.send(Ready(info, adapters))
     when_idle = _measurement(info) if info.rates_are_doubtful else None
-    EngineLoop(scheduler, executor, pipe, send, step_model=step_model, when_idle=when_idle).run()
+    loop = EngineLoop(scheduler, executor, pipe, send, step_model=step_model, when_idle=when_idle)
+    try:
+        loop.run()
+    except Exception as error:
+        if info.gpu_way is None or not is_gpu_fault(error):
+            raise
+        logger.exception("the engine failed")
+        raise GpuWayFailed(info.gpu_way, first_line(error)) from error
 
 
 def _measurement(info: ModelInfo) -> Callable[[], RatesMeasured | None]:
@@ -196,17 +204,16 @@ def main(build: BuildExecutor = build_executor) -> None:
         logs.configure(config.log_level, config.log_format)
         serve(config, pipe, build, at_end)
     except PenstockError as error:
-        _end(pipe, str(error), 2, signal_of_rank=getattr(error, "signal", None))
+        signal_of_rank = getattr(error, "signal", None)
+        _end(pipe, Failed(str(error), signal_of_rank, getattr(error, "failed_way", None)), 2)
     except BaseException as error:
         logger.exception("the engine failed")
-        # The further lines of a CUDA error are for the log alone.
-        first_line = str(error).strip().partition("\n")[0]
-        _end(pipe, f"{type(error).__name__}: {first_line}", 1)
+        _end(pipe, Failed(first_line(error)), 1)
 
 
-def _end(pipe: Pipe, why: str, code: int, signal_of_rank: int | None = None) -> NoReturn:
+def _end(pipe: Pipe, failed: Failed, code: int) -> NoReturn:
     """Exits at once: what Python frees and waits for at its exit may hang on a GPU that failed."""
-    pipe.send(Failed(why, signal_of_rank))
+    pipe.send(failed)
     pipe.close()
     flush_all()
     os._exit(code)

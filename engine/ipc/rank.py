@@ -21,6 +21,7 @@ from penstock.engine.process.linux import die_with_parent
 from penstock.engine.process.logs import flush_all
 from penstock.engine.step.adapter_commands import answer_to
 from penstock.engine.step.executor import AdapterStore
+from penstock.engine.step.gpu_fault import first_line
 from penstock.engine.step.messages import LoadAdapter, UnloadAdapter
 from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
@@ -111,9 +112,9 @@ def _end(channel: Channel, error: BaseException) -> None:
         why, code = str(error), 2
     else:
         logger.error("a rank failed", exc_info=error)
-        why, code = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", 1
+        why, code = first_line(error), 1
     try:
-        channel.send(LastWords(why))
+        channel.send(LastWords(why, getattr(error, "failed_way", None)))
     except OSError:
         logger.error("%s", why)  # rank 0 has ended, and this is why it did
     flush_all()

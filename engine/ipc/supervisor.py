@@ -22,11 +22,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, GpuWay
 from penstock.engine.errors import EngineFailed
 from penstock.engine.process.linux import is_stopped
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.process.python_path import python_path
+from penstock.engine.step.gpu_fault import HUNG
 from penstock.engine.step.messages import Failed, FromEngine, FromLoop, OnWire, Ready
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 
@@ -74,10 +75,11 @@ class EndCause(StrEnum):
 
 
 class End(NamedTuple):
-    """why: for people, with what to do about it."""
+    """why: for people, with what to do about it. failed_way: in which a GPU failed."""
 
     cause: EndCause
     why: str
+    failed_way: GpuWay | None = None
 
 
 class EngineProcess:
@@ -111,6 +113,7 @@ class EngineProcess:
         self.last_beat_s = time.monotonic()
         self._socket: zmq.asyncio.Socket | None = None
         self._ready: asyncio.Future[ModelInfo] | None = None
+        self._way: GpuWay | None = None  # when it was ready
         self._is_ending = False  # it said so
         self._num_oom_kills = 0  # of the machine, when the process started
         self._encoder = msgspec.msgpack.Encoder()
@@ -236,7 +239,7 @@ class EngineProcess:
             why += ", because its process was stopped, as SIGSTOP or a debugger does"
             cause = EndCause.STOPPED
         self.kill()
-        self._end(End(cause, why))
+        self._end(End(cause, why, self._way if cause is EndCause.STALLED else None))
 
     def _kill_group(self) -> None:
         assert self._process
@@ -270,14 +273,17 @@ class EngineProcess:
         if isinstance(message, Ready):
             self.state = EngineState.READY
             self.adapters = message.adapters
+            self._way = message.info.gpu_way
             assert self._ready
             self._ready.set_result(message.info)
         elif isinstance(message, Failed):
             self._is_ending = True
-            cause = EndCause.FAILED
+            cause, failed_way = EndCause.FAILED, message.failed_way
             if message.signal is not None:
                 cause = self._cause_of(message.signal)
-            self._end(End(cause, message.message))
+            if message.signal == HUNG:
+                failed_way = self._config.gpu_way
+            self._end(End(cause, message.message, failed_way))
         else:
             self._on_message(message)
 
@@ -304,6 +310,9 @@ class EngineProcess:
 
     def _end_of(self, code: int) -> End:
         """code: negative for a signal."""
+        if code == -HUNG:
+            why = "the GPU did not finish a small step; the log has where the engine waited for it"
+            return End(EndCause.STALLED, why, self._config.gpu_way)
         why = f"the engine process ended with code {code} and no message"
         cause = self._cause_of(-code)
         if cause is EndCause.OUT_OF_MEMORY:

@@ -14,13 +14,17 @@ if TYPE_CHECKING:  # rank 0 starts the others before it imports torch
 class RankFailed(PenstockError):
     """A rank has ended, or has not come to where the others are. There is no way on from here.
 
-    rank: which. signal: what ended it, or stopped it; None where it was none.
+    rank: which. signal: what ended it, or stopped it; None where it was none. failed_way: as of
+    `penstock.engine.step.gpu_fault`, where that ended it.
     """
 
-    def __init__(self, why: str, *, rank: int, signal: int | None = None) -> None:
+    def __init__(
+        self, why: str, *, rank: int, signal: int | None = None, failed_way: str | None = None
+    ) -> None:
         super().__init__(why)
         self.rank = rank
         self.signal = signal
+        self.failed_way = failed_way
 
 
 class Group(Protocol):

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from penstock.engine.config import AdapterSource
+from penstock.engine.config import AdapterSource, GpuWay
 from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.batch import StepOutputs
@@ -116,10 +116,11 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """Engine to server, its last message: why it ends. signal: where one of its ranks was ended or
-    stopped by that."""
+    stopped by that. failed_way: see `penstock.engine.step.gpu_fault`."""
 
     message: str
     signal: int | None = None
+    failed_way: GpuWay | None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
