@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from penstock.engine.client import configure_logs, flush_logs
 from penstock.scheduler.errors import InvalidConfig
@@ -84,6 +85,8 @@ def build_app(service: Service) -> FastAPI:
         app.include_router(page.router)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_middleware(Middleware, service=service, access=_access(service.config.server))
+    if proxies := list(service.config.server.forwarded_allow_ips):
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)
     cors = service.config.server.cors
     if cors.allowed_origins:
         app.add_middleware(  # outermost: errors need its headers too
@@ -163,6 +166,7 @@ def http_server(service: Service, certificate: Certificate | None = None) -> uvi
         lifespan="on",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # uvicorn would believe any client of this machine
         log_config=None,
         log_level="error",  # malformed HTTP gets an answer, and no line in the log
         ssl_keyfile=service.config.server.ssl_keyfile,

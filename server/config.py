@@ -3,6 +3,7 @@
 It knows the settings and their limits, not the packages that use them.
 """
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +65,7 @@ class ServerConfig:
     lora_root: Path | None = None
     cors: CorsConfig = CorsConfig()
     allowed_hosts: tuple[str, ...] = ()
+    forwarded_allow_ips: tuple[str, ...] = ()
     root_path: str = ""
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
@@ -95,6 +97,13 @@ class ServerConfig:
             raise InvalidConfig(f"--port is {self.port}; it must be between 0 and 65535")
         if self.max_body_bytes < 1:
             raise InvalidConfig("--max-body-bytes must be at least 1")
+        for each in self.forwarded_allow_ips:
+            try:
+                ipaddress.ip_network(each)
+            except ValueError as error:
+                raise InvalidConfig(
+                    f"--forwarded-allow-ips: {error}; write it like 127.0.0.1 or 10.0.0.0/8"
+                ) from None
         if self.shutdown_timeout_s < 0:
             raise InvalidConfig("--shutdown-timeout must not be negative")
         if self.max_stored_responses < 0 or self.max_stored_response_bytes < 0:

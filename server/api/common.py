@@ -1,8 +1,10 @@
 """The parts that the routes of every API share: a request that was received, and JSON answers."""
 
 import asyncio
+import contextlib
 import gc
 import hmac
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Coroutine
@@ -143,9 +145,12 @@ def tenant_of_request(http: Request) -> str:
 
 def client_of(http: Request) -> str:
     """Its tenant if the server has keys. Else its address: keys that are not checked can be
-    invented, one for each request."""
+    invented, one for each request. So can addresses in a network of IPv6 of one host's own."""
     has_keys = bool(service_of(http).config.server.api_keys)
     address = http.client.host if http.client else ""
+    with contextlib.suppress(ValueError):
+        if ":" in address and "." not in address:  # with a dot it is one of IPv4
+            address = str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
     return (has_keys and tenant_of_request(http)) or address
 
 

@@ -382,6 +382,11 @@ GROUPS = {
             "of this machine alone, else any)",
         ),
         Flag(
+            "--forwarded-allow-ips ADDRESS ...",
+            "addresses and networks of reverse proxies, whose header X-Forwarded-For says who the "
+            "client is; any client can send it, so it is not read from others (default: none)",
+        ),
+        Flag(
             "--strict-fields",
             "refuse requests with fields that have no effect, as misspelt ones; else the header "
             "x-ignored-fields of the response lists them",

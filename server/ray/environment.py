@@ -35,6 +35,8 @@ def variables(drain_s: float) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(drain_s) + 2 * DEREGISTRATION_S),
         # Ray runs what it starts at niceness 15, where every other process comes before a stream.
         "RAY_worker_niceness": "0",
+        # Each replica's uvicorn would take a client's X-Forwarded-For for HAProxy's.
+        "FORWARDED_ALLOW_IPS": "",
         # Ray would report the use of the cluster to its makers.
         "RAY_USAGE_STATS_ENABLED": "0",
     }
