@@ -22,7 +22,7 @@ from tests.support.serving import RunningServer
 
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "clients"
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 900.0  # each of the load generators' runs starts a dozen processes
 # huggingface_hub's client asks for `dummy` if it is given no model; llm has names of embeddings.
 _NAMES = ("penstock-demo", "dummy", "text-embedding-3-small")
 _NO_NODE = "node and npm are not installed (Debian: apt-get install nodejs npm)"
@@ -50,6 +50,7 @@ CLIENTS = (
     Client("huggingface_hub", "hugging_face.py", "huggingface_hub"),
     Client("llm", "llm_cli.py", "llm"),
     Client("guidellm", "guidellm_runs.py", "guidellm"),
+    Client("aiperf", "aiperf_runs.py", "aiperf"),
     Client("openai", "openai_js.mjs", "node"),
     Client("@anthropic-ai/sdk", "anthropic_js.mjs", "node"),
     Client("@ai-sdk/openai-compatible", "vercel_ai.mjs", "node"),

@@ -7,15 +7,13 @@ model's name where it is given none.
 """
 
 import json
-import os
-import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import run_to_end
 from tests.support.paths import DEMO_MODEL
 
 NUM_PROMPT, NUM_OUTPUT, NUM_REQUESTS = 64, 16, 6
@@ -37,38 +35,14 @@ def benchmarks(
         "--constraint": f"kind=max_requests,count={NUM_REQUESTS}",
         "--output": f"kind=json,path={report}",
     }
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("guidellm")),
-            "run",
-            *(part for option in options.items() for part in option),
-            "--disable-console",
-        ],
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [
+        *(str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"),
+        *(part for option in options.items() for part in option),
+    ]
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run_to_end(command, folder=folder, env=env, timeout_s=200)
     found: list[dict[str, Any]] = json.loads(report.read_text())["benchmarks"]
     return found
-
-
-def template_length(server: str) -> int:
-    """How many tokens the chat template puts around a message."""
-    counts = []
-    for body in (
-        {"messages": [{"role": "user", "content": "a"}]},
-        {"prompt": "a", "add_special_tokens": False},
-    ):
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(
-            f"{server}/tokenize", json.dumps(body).encode(), headers, method="POST"
-        )
-        with urllib.request.urlopen(request) as answer:
-            counts.append(json.load(answer)["count"])
-    return int(counts[0] - counts[1])
 
 
 @pytest.mark.parametrize(
@@ -81,12 +55,12 @@ def template_length(server: str) -> int:
     ids=["chat", "text", "responses"],
 )
 def test_every_request_succeeds_with_the_tokens_that_were_asked_for(
-    tmp_path: Path, demo: str, request_format: str, profile: str
+    tmp_path: Path, demo: str, template_length: int, request_format: str, profile: str
 ) -> None:
     (found,) = benchmarks(tmp_path, demo, request_format, profile)
     totals = found["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM_REQUESTS, 0)
-    num_prompt = NUM_PROMPT + (0 if request_format == TEXT else template_length(demo))
+    num_prompt = NUM_PROMPT + (0 if request_format == TEXT else template_length)
     for request in found["requests"]["successful"]:
         counts = request["prompt_tokens"], request["output_tokens"]
         assert counts == (num_prompt, NUM_OUTPUT)
@@ -98,6 +72,7 @@ def test_embeddings_are_benchmarked_by_the_tokens_of_their_inputs(
 ) -> None:
     (found,) = benchmarks(tmp_path, demo, "/v1/embeddings", "kind=synchronous")
     requests = found["requests"]["successful"]
+    assert not found["requests"]["errored"]
     assert [request["prompt_tokens"] for request in requests] == [NUM_PROMPT] * NUM_REQUESTS
 
 
