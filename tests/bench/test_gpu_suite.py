@@ -135,7 +135,7 @@ def test_an_unknown_part_is_refused_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--parts", "everything"]) == 2
-    assert "choose from probe, device, goals-small" in capsys.readouterr().err
+    assert "choose from probe, device, compile" in capsys.readouterr().err
 
 
 def test_a_kernel_that_is_wrong_is_a_failure(tmp_path: Path) -> None:

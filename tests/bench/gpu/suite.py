@@ -9,9 +9,9 @@ them. No weights and no network: models are random, in the shapes of configs/mod
 
 The first part, `probe`, climbs from one kernel to the engine's own start, and finds how kernels may
 be launched here: in CUDA graphs or one by one, started early (PDL) or not. All later parts run in
-that way. Then come the kernels' tests, compilation on all cores, what decides the constants of the
-linear kernel, the points that goals name, and the rest. Every part has processes of its own, and a
-limit; the failure of one ends no other.
+that way. Then come compilation on all cores, the points that goals name, the kernels' tests, what
+decides the constants of the linear kernel, and the rest. Every part has processes of its own, and a
+limit; the failure of one ends no other, and none takes the time that the goals behind it need.
 
 A GPU that is lent for minutes is enough: `--parts probe,tests,compile` is useful alone, and
 `--resume FOLDER/rows.jsonl` goes on where an earlier run ended, with what it found. `--list` prints
@@ -128,9 +128,9 @@ def _run(run: Run, parts: list[Part], ends_s: float) -> None:
     if missing := carried.use(_MODULES):
         run.fail("", f"these modules are missing: {', '.join(missing)}")
     memory = GpuMemory(run.record.log)
-    for part in parts:
+    for number, part in enumerate(parts, 1):
         run.part = part.name
-        limit_s = min(part.limit_s * run.patience, ends_s - time.monotonic())
+        limit_s = part.allowed_s(parts[number:], ends_s - time.monotonic(), run.patience)
         if limit_s < min(_LEAST_S, part.limit_s * run.patience):
             run.fail("", "the time of --minutes was used up before it could start")
             continue
