@@ -2,10 +2,11 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.bench.gpu.kernel_tests import ALONE, FILES, KernelTests
+from tests.bench.gpu.kernel_tests import ALONE, FILES, KernelTests, TestFile
 from tests.bench.gpu.record import Log
 from tests.support.paths import ROOT
 
@@ -27,17 +28,27 @@ def test_last(): pass
 """
 
 
+Rows = list[dict[str, Any]]
+
+
+def _ran(
+    folder: Path, code: str, limit_s: float, *, processes: int = 1, stall_s: float = 60
+) -> tuple[Rows, dict[str, str]]:
+    """The rows of a file of tests, and why it or some of them failed."""
+    file = folder / "test_losses.py"
+    file.write_text(code)
+    rows: Rows = []
+    failed: dict[str, str] = {}
+    of_file, log = TestFile(str(file), processes), Log(folder / "log.txt")
+    tests = KernelTests([of_file], [], rows.append, failed.__setitem__, log, {}, stall_s)
+    tests.run(time.monotonic() + limit_s)
+    return rows, failed
+
+
 @pytest.fixture
 def failures(tmp_path: Path) -> dict[str, str]:
     """Of `LOSSES`, by the test's name."""
-    file = tmp_path / "test_losses.py"
-    file.write_text(LOSSES)
-    rows: list[dict[str, object]] = []
-    failed: dict[str, str] = {}
-    tests = KernelTests(
-        [str(file)], [], rows.append, failed.__setitem__, Log(tmp_path / "log.txt"), {}, stall_s=6
-    )
-    tests.run(time.monotonic() + 240)
+    rows, failed = _ran(tmp_path, LOSSES, 240, stall_s=6)
     assert rows[-1]["states"] == {"failed": 4, "passed": 4}
     return {name.rpartition("::")[2]: message for name, message in failed.items()}
 
@@ -53,11 +64,50 @@ def test_a_test_that_ends_its_process_ends_no_other(failures: dict[str, str]) ->
     assert "assert 1 == 2" in failures["test_that_is_wrong"]
 
 
+TYPES = """
+import pytest, torch
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_of_types(dtype, rows): pass
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_without_bfloat16(dtype): pass
+
+def test_of_none(): pass
+"""
+
+
+def test_of_types_a_device_tries_bfloat16_alone_and_each_test_runs_in_one_process(
+    tmp_path: Path,
+) -> None:
+    rows, failed = _ran(tmp_path, TYPES, 120, processes=2)
+    started = [str(row["test"]) for row in rows if row.get("state") == "started"]
+    assert sorted(name.partition("::")[2] for name in started) == [
+        "test_of_none", "test_of_types[1-dtype2]", "test_of_types[2-dtype2]",
+        "test_without_bfloat16[dtype0]",
+    ]  # fmt: skip
+    assert {row["share"] for row in rows if row["part"] == "tests"} == {"1 of 2", "2 of 2"}
+    assert failed == {}
+
+
+def test_what_did_not_run_in_time_is_said_in_a_row(tmp_path: Path) -> None:
+    code = "import time\ndef test_first(): time.sleep(600)\ndef test_second(): pass\n"
+    rows, failed = _ran(tmp_path, code, 20)
+    (row,) = [row for row in rows if row["part"] == "tests"]
+    assert [str(name).partition("::")[2] for name in row["tests_not_run"]] == ["test_second"]
+    assert "1 of 2 of its tests did not run" in failed[str(tmp_path / "test_losses.py")]
+    rows, failed = _ran(tmp_path, code, 0)
+    assert rows[-1]["not_run"] == "all"
+    assert "all of its tests did not run: the time was used up" in next(iter(failed.values()))
+
+
 def test_every_file_with_a_test_for_a_gpu_is_run() -> None:
     marked = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "tests" / "engine").rglob("test_*.py")
         if any(word in file.read_text() for word in ("mark.gpu", "import DEVICE", "DEVICE ="))
     }
-    assert marked <= {*FILES, *ALONE}
-    assert all((ROOT / file).is_file() for file in (*FILES, *ALONE))
+    names = {file.name for file in (*FILES, *ALONE)}
+    assert marked <= names
+    assert all((ROOT / name).is_file() for name in names)

@@ -1,4 +1,4 @@
-"""The kernels' tests on the device: a process for each file, and one more for each it loses."""
+"""The kernels' tests on the device: processes for each file, and one more for each they lose."""
 
 import concurrent.futures
 import os
@@ -12,35 +12,54 @@ from pathlib import Path
 from tests.bench.gpu.processes import Log, Process, Row
 from tests.support.paths import ROOT
 
-# The tests marked gpu, and those that use the device where there is one. The longest come first.
+
+@dataclass(frozen=True, slots=True)
+class TestFile:
+    """processes: by which its tests are divided, as most of their seconds are Triton's compiler on
+    one core. On an H200 a test took 6 s where nothing was compiled before."""
+
+    __test__ = False
+
+    name: str
+    processes: int = 1
+
+
+# The tests marked gpu, and those that use the device where there is one. Those come first without
+# which no goal's figure means anything: the kernels of a step, then models, then what few use.
 FILES = (
-    "tests/engine/models/test_fused.py",
-    "tests/engine/kernels/test_sample.py",
-    "tests/engine/attention/test_paged.py",
-    "tests/engine/executors/test_cuda.py",
-    "tests/engine/executors/test_cuda_adapters.py",
-    "tests/engine/kernels/test_kernels.py",
-    "tests/engine/attention/test_backends.py",
-    "tests/engine/executors/test_step_sampler.py",
-    "tests/engine/kernels/test_launch.py",
-    "tests/engine/kernels/test_blocks.py",
-    "tests/engine/kernels/test_pieces.py",
-    "tests/engine/executors/test_pool_mover.py",
-    "tests/engine/sampling/test_sampler.py",
-    "tests/engine/kernels/test_codes.py",
-    "tests/engine/kernels/test_experts.py",
-    "tests/engine/kernels/test_delta_net.py",
-    "tests/engine/kernels/test_adapters.py",
-    "tests/engine/kernels/test_scaled.py",
-    "tests/engine/models/test_fused_linear.py",
+    TestFile("tests/engine/kernels/test_kernels.py", 3),
+    TestFile("tests/engine/attention/test_paged.py", 3),
+    TestFile("tests/engine/kernels/test_sample.py", 2),
+    TestFile("tests/engine/executors/test_cuda.py"),
+    TestFile("tests/engine/models/test_fused.py", 4),
+    TestFile("tests/engine/kernels/test_launch.py"),
+    TestFile("tests/engine/attention/test_backends.py"),
+    TestFile("tests/engine/executors/test_step_sampler.py"),
+    TestFile("tests/engine/kernels/test_codes.py", 4),
+    TestFile("tests/engine/kernels/test_experts.py", 2),
+    TestFile("tests/engine/kernels/test_blocks.py"),
+    TestFile("tests/engine/kernels/test_pieces.py"),
+    TestFile("tests/engine/sampling/test_sampler.py", 2),
+    TestFile("tests/engine/executors/test_cuda_adapters.py", 2),
+    TestFile("tests/engine/executors/test_pool_mover.py"),
+    TestFile("tests/engine/kernels/test_delta_net.py"),
+    TestFile("tests/engine/kernels/test_adapters.py"),
+    TestFile("tests/engine/kernels/test_scaled.py"),
+    TestFile("tests/engine/models/test_fused_linear.py"),
 )
 # These measure the device, or take what is left of its memory: one by one, after the others.
-ALONE = ("tests/engine/memory/test_hardware.py", "tests/engine/executors/test_cuda_setup.py")
+ALONE = (
+    TestFile("tests/engine/memory/test_hardware.py"),
+    TestFile("tests/engine/executors/test_cuda_setup.py"),
+)
 # Two ranks on the device; and on two GPUs, where there are so many.
-RANKS_FILES = ("tests/distributed/test_cuda_ranks.py",)
-TINY_FILES = ("tests/engine/kernels/test_blocks.py", "tests/engine/kernels/test_launch.py")
-# Most of a test's seconds are Triton's compiler on one core.
-_CORES_PER_FILE = 2
+RANKS_FILES = (TestFile("tests/distributed/test_cuda_ranks.py"),)
+TINY_FILES = (
+    TestFile("tests/engine/kernels/test_blocks.py"),
+    TestFile("tests/engine/kernels/test_launch.py"),
+)
+# Of the time that is left, for each file that runs alone.
+_SHARE_ALONE = 0.08
 # No test compiles for so long.
 STALL_S = 60.0
 _ENDED_WELL = ("passed", "skipped")
@@ -54,8 +73,8 @@ _OPTIONS = (
 class KernelTests:
     """alone: files that run after the others, one by one."""
 
-    files: Sequence[str]
-    alone: Sequence[str]
+    files: Sequence[TestFile]
+    alone: Sequence[TestFile]
     note: Callable[[Row], None]
     fail: Callable[[str, str], None]
     log: Log
@@ -64,18 +83,23 @@ class KernelTests:
 
     def run(self, ends_s: float) -> None:
         """Fails by the name of each test that fails, and of each file that does not come to its
-        end before ends_s of time.monotonic()."""
-        at_once = max(1, min(len(self.files), (os.cpu_count() or 1) // _CORES_PER_FILE))
+        end before ends_s of time.monotonic(). A row says of each what did not run."""
+        shares = [(file, share) for file in self.files for share in range(file.processes)]
+        left_s = ends_s - time.monotonic()
+        together_s = ends_s - _SHARE_ALONE * len(self.alone) * max(0.0, left_s)
+        at_once = max(1, min(len(shares), os.cpu_count() or 1))
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(lambda file: self._run(file, ends_s), self.files))
+            list(pool.map(lambda each: self._run(each[0], each[1], together_s), shares))
         for file in self.alone:
-            self._run(file, ends_s)
+            self._run(file, 0, ends_s)
 
-    def _run(self, file: str, ends_s: float) -> None:
+    def _run(self, file: TestFile, share: int, ends_s: float) -> None:
+        part = f"{share}/{file.processes}"
+        names: list[str] = []
         done: dict[str, str] = {}  # the state of each test
         while True:
             before = set(done)
-            problem = self._run_rest(file, done, ends_s)
+            problem = self._run_rest(file.name, part, names, done, ends_s)
             for test in done.keys() - before:
                 if done[test] == "started":
                     done[test] = "failed"
@@ -83,17 +107,28 @@ class KernelTests:
             # Without progress, it would go on in the same way.
             if problem is None or done.keys() == before:
                 break
+        not_run = [name for name in names if name not in done]
+        row: Row = {"part": "tests", "file": file.name, "states": _counts(done)}
+        if file.processes > 1:
+            row["share"] = f"{share + 1} of {file.processes}"
         if problem:
-            self.fail(file, f"not all of its tests ran: {problem}")
-        self.note({"part": "tests", "file": file, "states": _counts(done)})
+            row |= {"not_run": len(not_run) if names else "all", "tests_not_run": not_run}
+            count = f"{len(not_run)} of {len(names)}" if names else "all"
+            self.fail(file.name, f"{count} of its tests did not run: {problem}")
+        self.note(row)
 
-    def _run_rest(self, file: str, done: dict[str, str], ends_s: float) -> str | None:
-        """Why tests may be left that did not run, or None."""
+    def _run_rest(
+        self, file: str, share: str, names: list[str], done: dict[str, str], ends_s: float
+    ) -> str | None:
+        """Why tests may be left that did not run, or None. names: gets those of all tests."""
         limit_s = ends_s - time.monotonic()
         if limit_s <= 0:
             return "the time was used up"
 
         def note(row: Row) -> None:
+            if "tests" in row:
+                names[:] = row["tests"]
+                return
             self.note(row)
             test, state = str(row["test"]), str(row["state"])
             # A test that passes may still fail as it is torn down.
@@ -104,9 +139,9 @@ class KernelTests:
             elif state == "started":
                 done.setdefault(test, state)
 
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
-            names.write("\n".join(done))
-            names.flush()
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as finished:
+            finished.write("\n".join(done))
+            finished.flush()
             process = Process(
                 [sys.executable, "-m", "pytest", *_OPTIONS, file],
                 note,
@@ -114,7 +149,11 @@ class KernelTests:
                 limit_s=limit_s,
                 stall_s=self.stall_s,
                 environment=self.environment
-                | {"PENSTOCK_TESTS_DONE": names.name, "OMP_NUM_THREADS": str(_CORES_PER_FILE)},
+                | {
+                    "PENSTOCK_TESTS_DONE": finished.name,
+                    "PENSTOCK_TESTS_SHARE": share,
+                    "OMP_NUM_THREADS": "1",
+                },
             )
             ended = process.wait()
         # Of pytest: tests failed; and no test was left.

@@ -16,6 +16,7 @@ from tests.bench.gpu.kernel_tests import (
     STALL_S,
     TINY_FILES,
     KernelTests,
+    TestFile,
 )
 from tests.bench.gpu.probe import Climb
 from tests.bench.gpu.processes import Process
@@ -117,7 +118,7 @@ def _probe(run: Run, limit_s: float) -> None:
 
 
 def _pytest(
-    files: Sequence[str], alone: Sequence[str] = (), stall_s: float = STALL_S
+    files: Sequence[TestFile], alone: Sequence[TestFile] = (), stall_s: float = STALL_S
 ) -> Callable[[Run, float], None]:
     """A part that runs these files of tests."""
 
