@@ -121,6 +121,8 @@ class ParsedRequest(Wire):
 
         Raises as `parse` does.
         """
+        if isinstance(values, dict):  # before what is missing: it may be there by another name
+            cls._check_supported(values)
         try:
             fields = cls.model_validate(values)
         except ValidationError as error:
@@ -162,13 +164,16 @@ class ParsedRequest(Wire):
         )
         raise InvalidRequest(message, param=name, code="unknown_parameter")
 
+    @classmethod
+    def _check_supported(cls, values: dict[str, Any]) -> None:
+        """Raises UnsupportedParameter."""
+        # Not one by one: a body may have ten thousands of unknown fields.
+        for name in sorted(values.keys() & cls.neutral.keys() - cls.model_fields.keys()):
+            if values[name] is not None and values[name] not in cls.neutral[name]:
+                raise UnsupportedParameter(name, cls.hints.get(name, "leave it out"))
+
     def _check(self) -> None:
         """Checks what pydantic does not. Raises InvalidRequest or UnsupportedParameter."""
-        extra = self.model_extra or {}
-        # Not one by one: a body may have ten thousands of unknown fields.
-        for name in sorted(extra.keys() & self.neutral.keys()):
-            if extra[name] is not None and extra[name] not in self.neutral[name]:
-                raise UnsupportedParameter(name, self.hints.get(name, "leave it out"))
 
 
 class PromptFields(ParsedRequest):

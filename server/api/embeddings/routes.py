@@ -82,6 +82,7 @@ class EmbeddingRequest(PooledFields):
         "messages": (),
         "chat_template": (),
     }
+    hints: ClassVar = {"messages": "send texts as input"}
 
     input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] | None = None
@@ -192,7 +193,9 @@ class RerankRequest(PooledFields):
     neutral: ClassVar = {
         **PooledFields.neutral,
         "rank_fields": (["text"],),
+        "texts": (),
     }
+    hints: ClassVar = {"texts": "send documents"}
 
     query: str | TextObject
     documents: Annotated[list[str | TextObject], Field(fail_fast=True)]

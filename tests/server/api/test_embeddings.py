@@ -278,6 +278,21 @@ def test_a_wrong_rerank_or_score_is_refused_by_its_field(
     assert response.json()["error"]["param"] == (param or "max_tokens_per_doc")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "hint"),
+    [
+        (PATH, {"messages": [{"role": "user", "content": "a"}]}, "send texts as input"),
+        ("/rerank", {"query": "a", "texts": ["a"]}, "send documents"),
+        ("/v2/embed", {"inputs": [{"content": []}]}, "send texts"),
+    ],
+)
+def test_fields_of_other_servers_are_refused_by_name_where_ours_are_missing(
+    server: RunningServer, path: str, fields: dict[str, Any], hint: str
+) -> None:
+    error = refusal(server, path, **fields)
+    assert error["param"] in fields and error["message"].endswith(hint)
+
+
 def test_queries_and_documents_are_texts_by_other_names(server: RunningServer) -> None:
     names = (
         {"queries": ["a", "b"], "documents": ["c", "d"]},
