@@ -187,6 +187,25 @@ def test_a_formula_covers_nothing_outside_its_answer(with_katex: Page, server: P
     assert with_katex.js(f"{_CONVERSATION}.scrollWidth <= {_CONVERSATION}.clientWidth")
 
 
+@pytest.mark.parametrize(
+    "tex",
+    [
+        r"\def\a{" + "x" * 100 + r"}\def\b{" + r"\a" * 30 + "}" + r"\b" * 30,
+        r"\newcommand\a{" + "x" * 2000 + "}" + r"\a" * 45,
+        r"\global\let\b=\def \b\a{" + "x" * 100 + r"}\b\c{" + r"\a" * 30 + "}" + r"\c" * 30,
+    ],
+    ids=["def", "newcommand", "let"],
+)
+def test_macros_that_expand_without_end_stay_as_they_were_written(
+    with_katex: Page, server: PageServer, tex: str
+) -> None:
+    """With 236 characters the page answered nothing for longer than twenty seconds."""
+    shown(with_katex, server, f"$${tex}$$")
+    assert answers(with_katex)[-1] == f"$${tex}$$"
+    shown(with_katex, server, r"$$\def\a{x+}\a\a y$$")
+    with_katex.wait(f"[...{_CONVERSATION}.querySelectorAll('.katex')].length === 2")
+
+
 def test_a_text_of_openers_without_closers_is_read_once(page: Page) -> None:
     """Searched for each of them, it would take minutes, and the browser's answer comes too late."""
     for opener in ("\\(", "\\[", "$ "):

@@ -171,6 +171,15 @@ _ATTACKS = [
     r"\[\text{</span><style>*{display:none}</style>}\]",
     r"$\color{red;background:url(https://evil.example/x)}{x}$",
     r"$\def\a{\a\a}\a$ $\unknown{<img src=x onerror=taken=1>}$",
+    r"$\href{data:text/html,<script>parent.taken=1</script>}{x}$ $\href{ javascript:taken=1}{x}$",
+    r"$\htmlData{onclick=taken=1}{x} \htmlClass{x\" onclick=\"taken=1}{x}$",
+    r"$\includegraphics[width=1em,alt=\"x onerror=taken=1]{javascript:taken=1}$",
+    r"$\def\htmlData#1{#1}\htmlData{<img src=x onerror=taken=1>}$",
+    "<svg><a xlink:href='javascript:taken=1'><text>x</text></a></svg>",
+    "<math><a xlink:href='javascript:taken=1'>x</a></math>",
+    "[x](\u0001javascript:taken=1) [x](javascript\u200b:taken=1) [x](view-source:x)",
+    "[x](https:javascript:taken=1) [x](mailto:a@b?body=<script>taken=1</script>)",
+    "<https://evil.example/'onmouseover='taken=1> https://evil.example/\"onmouseover=\"taken=1",
     "<a id=chats><a id=conversation name=body><input id=prompt><button class=copy-code>",
 ]
 _ELEMENTS = """
@@ -325,6 +334,42 @@ def test_the_work_for_a_long_text_is_linear(page: Page) -> None:
     assert length > 75_000
     assert longest < 1000
     assert total < 6 * length
+
+
+_PATHOLOGICAL = {
+    "nested emphasis": "*" * 50_000 + "a" + "*" * 50_000,
+    "strikes": "~~a" * 50_000,
+    "code": "`a" * 50_000,
+    "addresses": "http://a." * 50_000,
+    "formulas": "$x$ " * 20_000,
+    "openers": "[" * 50_000,
+    "images": "![" * 50_000,
+    "quotes": "> " * 5000 + "x",
+    "lists": "".join("  " * i + "- x\n" for i in range(300)),
+    "references": "".join(f"[a{i}]: x\n" for i in range(5000)),
+    "tables": "|" * 3000 + "\n" + "|-" * 3000 + "\n" + ("|" * 3000 + "\n") * 20,
+    "fences": "```\n" * 20_000,
+    "comments": "<!--" * 50_000,
+}
+_TIME = """import("/page/text/markdown.js").then(({ allElementsOf }) => {
+  const begin = performance.now();
+  const root = document.createElement("div");
+  root.append(...allElementsOf(TEXT));
+  return [performance.now() - begin, root.textContent.length];
+})"""
+
+
+@pytest.mark.parametrize("name", _PATHOLOGICAL)
+def test_a_text_made_to_be_slow_does_not_stop_the_page(page: Page, name: str) -> None:
+    took_ms, _ = page.js(_TIME.replace("TEXT", json.dumps(_PATHOLOGICAL[name])))
+    assert took_ms < 5000
+
+
+def test_a_paragraph_of_any_length_is_shown_whole(page: Page) -> None:
+    """A very long one without its emphasis."""
+    for text in ("*a* " * 2000, "*a* " * 20_000):
+        _, length = page.js(_TIME.replace("TEXT", json.dumps(text)))
+        assert length >= text.count("a ") * 2 - 1
 
 
 # The share of three seconds that a slow parser got, and how often.

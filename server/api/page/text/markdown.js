@@ -32,6 +32,11 @@ const markdown = new MarkdownIt({ linkify: true });
 markdown.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "README.md" is no address
 markdown.validateLink = (address) => ALLOWED.ALLOWED_URI_REGEXP.test(address);
 addFormulas(markdown);
+// Thousands of elements in one paragraph take time that grows with their square: this long it stays text.
+const MAX_PARAGRAPH_LENGTH = 20_000;
+markdown.core.ruler.before("inline", "long", ({ tokens }) => tokens.forEach((token) => {
+  if (token.type === "inline" && token.content.length > MAX_PARAGRAPH_LENGTH) token.type = "text";
+}));
 markdown.core.ruler.push("adapt", ({ tokens }) => tokens.forEach(adapt));
 const { rules } = markdown.renderer;
 const escape = markdown.utils.escapeHtml;

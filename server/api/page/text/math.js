@@ -40,6 +40,9 @@ const OPTIONS = {
   maxSize: 50,
   maxExpand: 1000,
 };
+// Macros of its own make a hundred characters a million: theirs expand to no more than this.
+const DEFINES = /\\(?:[egx]?def|(?:future)?let|(?:re)?newcommand|providecommand)/;
+const MAX_EXPANDED_LENGTH = 10_000;
 
 let katex = null;
 let isRequested = false;
@@ -79,9 +82,11 @@ function fragmentOf(source, displayMode) {
   if (kept.has(source)) return kept.get(source);
   if (kept.size >= MAX_KEPT) kept.clear();
   const { length } = delimiterAt(source);
+  const options = { ...OPTIONS, displayMode };
+  if (DEFINES.test(source)) options.maxExpand = MAX_EXPANDED_LENGTH / source.length;
   let fragment = null;
   try {
-    fragment = sanitized(katex.renderToString(source.slice(length, -length), { ...OPTIONS, displayMode }));
+    fragment = sanitized(katex.renderToString(source.slice(length, -length), options));
   } catch {
     // a command that KaTeX does not know, or braces that do not match
   }
