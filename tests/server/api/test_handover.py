@@ -166,6 +166,9 @@ def test_nobody_resumes_without_the_key(servers: Servers) -> None:
         refused = resume(servers.second, handed, key)
         assert refused.status_code == 401
         assert "x-penstock-handover-key" in refused.json()["error"]["message"]
+    for header in ("authorization", "x-api-key", "x-penstock-admin-key"):
+        headers = {header: f"Bearer {KEY}" if header == "authorization" else KEY}
+        assert servers.second.post("/internal/resume", handed, headers=headers).status_code == 401
     assert resume(servers.second, handed).status_code == 200
 
 

@@ -72,14 +72,14 @@ class Recorded:
 
     def __init__(self, server: RunningServer, path: Path) -> None:
         self.server = server
-        self._path = path
+        self.path = path
         self._num_seen = 0
 
     def clients(self, num_requests: int) -> list[str]:
         """Of the requests since the last call, once all of them are recorded."""
 
         def lines() -> list[str]:
-            return self._path.read_text().splitlines()[1:][self._num_seen :]
+            return self.path.read_text().splitlines()[1:][self._num_seen :]
 
         wait_until(lambda: len(lines()) >= num_requests)
         found = [json.loads(line)["tenant"] for line in lines()]
@@ -112,6 +112,18 @@ def test_whatever_a_client_invents_it_is_one_client(recorded: Recorded) -> None:
         assert ask(recorded.server, OTHER, headers).status_code == 200
     second = recorded.clients(2)
     assert len(set(second)) == 1 and set(first) != set(second)
+
+
+def test_the_record_of_traffic_has_no_text_no_key_and_is_its_users_alone(
+    recorded: Recorded,
+) -> None:
+    prompt, key = "A sentence that nobody else is to read.", "sk-nobody-else"
+    headers = {"authorization": f"Bearer {key}", "x-forwarded-for": "203.0.113.5"}
+    assert ask(recorded.server, ONE, headers, prompt=prompt, user="someone").status_code == 200
+    assert recorded.clients(1)
+    text = recorded.path.read_text()
+    assert not any(each in text for each in ("sentence", key, "203.0.113.5", "someone", ONE))
+    assert recorded.path.stat().st_mode & 0o077 == 0
 
 
 def test_no_line_of_the_log_has_an_address_that_a_client_invented(recorded: Recorded) -> None:
