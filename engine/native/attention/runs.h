@@ -272,8 +272,10 @@ template <class T> class PlainRuns {
         T *to = packed_.get();
         for (int64_t i = 0; i < length; i += kGroup, to += row_step) {
             const T *from = value_runs_[std::min(i / kRun, runs_ - 1)] + i % kRun * dim_;
-            for (int64_t n = 0; n < row_step; ++n)
-                to[n] = i + n % kGroup < known ? from[n] : T{};
+            if (i + kGroup <= known)
+                std::copy_n(from, row_step, to);
+            else
+                for (int64_t n = 0; n < row_step; ++n) to[n] = i + n % kGroup < known ? from[n] : T{};
         }
         for (int64_t row = 0; row < rows; ++row)
             std::fill(weights + row * kKeys + runs_ * kRun, weights + row * kKeys + length, X{});

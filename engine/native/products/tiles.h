@@ -38,10 +38,16 @@ struct TileColumns {
     int64_t step;
 };
 
+// What is fetched meanwhile: so many lines of 64 bytes for each product of tiles.
+struct Ahead {
+    const char *at = nullptr;
+    int64_t lines = 0;
+};
+
 // As multiply_band in products.h, of M tiles of 16 rows: C in tiles 0 to 3, x in 4 and 5, w in 6 and 7.
 template <int M>
 inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, int64_t length,
-                           bool is_first, float *c, int64_t c_step) {
+                           bool is_first, float *c, int64_t c_step, Ahead ahead) {
     const int64_t c_bytes = 4 * c_step;
     if (is_first) {
         tile_zero<0>(), tile_zero<1>();
@@ -64,10 +70,7 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, 
     int64_t k = 0;
     for (; k + kDepth <= length; k += kDepth) {
         const int64_t at = k / 2 * w.step;
-        for (int64_t row = 0; row < kTile; ++row) {
-            __builtin_prefetch(w.left + at + row * w.step + 4096, 0, 2);
-            __builtin_prefetch(w.right + at + row * w.step + 4096, 0, 2);
-        }
+        for (int64_t i = 0; i < ahead.lines; ++i, ahead.at += 64) __builtin_prefetch(ahead.at, 0, 2);
         multiply(x + k, 2 * x_step, {w.left + at, w.right + at, w.step});
     }
     if (k < length) {  // the rest, filled up with zeros on both sides
@@ -87,20 +90,24 @@ inline void multiply_tiles(const bf16 *x, int64_t x_step, const TileColumns &w, 
             tile_store<3>(c + kTile * c_step + kTile, c_bytes);
 }
 
-inline void multiply_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const TileColumns &w,
-                              int64_t length, bool is_first, float *c, int64_t c_step) {
+// next: `length` / 32 times as many lines as lie there are fetched, evenly over all rows.
+inline void multiply_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const TileColumns &w, int64_t length,
+                              bool is_first, float *c, int64_t c_step, Ahead next = {}) {
     shape_tiles(2 * kDepth);
-    int64_t row = 0;
-    for (; row + kTile < rows; row += 2 * kTile)
-        multiply_tiles<2>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
-    if (row < rows)
-        multiply_tiles<1>(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step);
+    const int64_t parts = (rows + 2 * kTile - 1) / (2 * kTile), lines = (next.lines + parts - 1) / parts;
+    for (int64_t row = 0; row < rows; row += 2 * kTile) {
+        const auto multiply = rows - row > kTile ? multiply_tiles<2> : multiply_tiles<1>;
+        multiply(x + row * x_step, x_step, w, length, is_first, c + row * c_step, c_step, {next.at, lines});
+        next.at += length / kDepth * lines * 64;
+    }
 }
 
 inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, const bf16 *w,
                                    int64_t length, bool is_first, float *c, int64_t c_step) {
     const TileColumns columns = {w, w + 2 * kTile, 4 * kTile};
-    multiply_by_tiles(x, x_step, rows, columns, length, is_first, c, c_step);
+    // The next band comes while this one is multiplied: waited for, it would take longer than the products.
+    const Ahead next = {reinterpret_cast<const char *>(w + 2 * kTile * length), kDepth * 2 * kTile * 2 / 64};
+    multiply_by_tiles(x, x_step, rows, columns, length, is_first, c, c_step, next);
 }
 
 // Whether products come out right: what is emulated, or new, is tried first. Of bfloat16, with a rest along k.
