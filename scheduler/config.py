@@ -24,18 +24,22 @@ class Batching(StrEnum):
     DYNAMIC = "dynamic"
 
 
+_STEP_TOKENS = 2048
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The limits of a step, inclusive, and the order of admission.
 
     max_num_seqs: sequences that run together. max_num_batched_tokens: tokens of one step, prefill
-    chunks and decodes together. itl_target_s: a step with decodes runs no more of prompts than lets
-    it end within this time. ttft_target_s: a request whose first token is expected later than this
-    after its arrival is refused. A request may have its own of both.
+    chunks and decodes together; None: 2048, or fewer where `StepSize` says so. itl_target_s: a step
+    with decodes runs no more of prompts than lets it end within this time. ttft_target_s: a request
+    whose first token is expected later than this after its arrival is refused. A request may have
+    its own of both.
     """
 
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     policy: Policy = Policy.FCFS
     batching: Batching = Batching.CONTINUOUS
@@ -50,9 +54,14 @@ class SchedulerConfig:
                 raise InvalidConfig(
                     f"--{flag}-target-ms is {target_s * 1e3:g}; it must be more than 0, and finite"
                 )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_step_tokens < self.max_num_seqs:
             raise InvalidConfig(
-                f"--max-num-batched-tokens is {self.max_num_batched_tokens}, but each of "
+                f"--max-num-batched-tokens is {self.max_step_tokens}, but each of "
                 f"--max-num-seqs={self.max_num_seqs} sequences may need a token in every step; "
                 "raise the first or lower the second"
             )
+
+    @property
+    def max_step_tokens(self) -> int:
+        """That no step has more of."""
+        return _STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

@@ -2,7 +2,8 @@
 
 Scheduling is iteration-level (Yu et al. 2022, Orca): which sequences run is decided at each step.
 Running decodes come first, one token each; then running prefills; then waiting requests in policy
-order, until the token budget, the slots or the blocks are spent.
+order, until the token budget, the slots or the blocks are spent. Half of a step that one prompt
+would fill alone is for shorter ones.
 
 It may be called ahead of the device: `schedule` advances a sequence by one token whose id is not
 known yet (`num_in_flight`), and `update` fills it in later. A sequence that turns out to have ended
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
+from math import inf
 
 from penstock.scheduler.batch import Batch, StepOutputs, output_of
 from penstock.scheduler.cache.journal import BlockJournal
@@ -40,6 +42,7 @@ from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.policy.fairness import FairQueue, queue_for
 from penstock.scheduler.policy.forecast import Ahead
 from penstock.scheduler.policy.queue import may_start_batch
+from penstock.scheduler.policy.step_size import StepSize
 from penstock.scheduler.policy.targets import Targets
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget
@@ -87,6 +90,7 @@ class Scheduler:
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
         self._targets = Targets(config, step_model, num_cohorts)
+        self._step_size = StepSize(config, step_model)
         self._loads = Loads(self._kv, tier, self._targets.compute_s)
         self._waiting = queue_for(config.policy)
         self._prefilling: dict[Sequence, None] = {}  # dicts as ordered sets
@@ -174,11 +178,14 @@ class Scheduler:
     def _plan(self, batch: Batch, now: float) -> None:
         self._is_short_of_blocks = False
         self._schedule_decodes(batch)
-        num_left = self._config.max_num_batched_tokens - batch.num_decodes
-        budget = self._targets.chunk_budget(batch, num_left, self.num_running)
+        num_tokens = self._step_size.num_prompt_tokens(batch.num_decodes)
+        budget = self._targets.chunk_budget(batch, num_tokens, self.num_running)
+        passed = self._pass_long_prompt(batch, budget, now)
         # Chunks of running prompts and waiting sequences in one order, where the policy has one: a
         # prompt of a tenant that was served much waits for a newcomer's.
         for sequence in self._waiting.in_order(self._prefilling):
+            if sequence in passed:
+                continue
             self._admit_waiting(batch, budget, now, below=self._waiting.counter_of(sequence))
             self._schedule_chunk(batch, sequence, budget)
         self._admit_waiting(batch, budget, now)
@@ -311,7 +318,7 @@ class Scheduler:
         waiting = queue.peek()
         if waiting is None or waiting.num_in_flight:
             return
-        for num_places in range(queue.num_at_once(waiting, config.max_num_batched_tokens)):
+        for num_places in range(queue.num_at_once(waiting, config.max_step_tokens)):
             has_slot = len(self._free_slots) > num_places
             if has_slot and self._kv.fits(self._kv.plan(waiting), self.num_running):
                 continue
@@ -376,9 +383,54 @@ class Scheduler:
         self._preempt(loser)
         return loser
 
-    def _schedule_chunk(self, batch: Batch, sequence: Sequence, budget: ChunkBudget) -> None:
+    def _pass_long_prompt(self, batch: Batch, budget: ChunkBudget, now: float) -> set[Sequence]:
+        """Half of a step that the next prompt would fill alone is for shorter ones, the shortest
+        first. Returns those that run for it: each has had its row."""
+        prompts = self._waiting.in_order(self._prefilling)
+        if not prompts or self._config.batching is not Batching.CONTINUOUS:
+            return set()
+        first, most = prompts[0], budget.most(prompts[0].num_computed)
+        if first.num_to_compute <= most:
+            return set()
+        others = [*prompts[1:], *self._admissible()]
+        standing = self._waiting.standing(first)
+        shorter = [
+            each
+            for each in others
+            if each.num_to_compute < first.num_to_compute
+            and self._waiting.standing(each) == standing
+        ]
+        num_left, passed = most // 2, set[Sequence]()
+        for sequence in sorted(shorter, key=lambda each: each.num_to_compute):
+            if num_left <= 0 or self._is_short_of_blocks:
+                break
+            if not sequence.is_running:
+                if self._loads.begin(sequence, self.num_running, now):
+                    self._waiting.remove(sequence)
+                    continue
+                if not self._admit(batch, sequence, now):
+                    break
+            before = budget.tokens_left
+            self._schedule_chunk(batch, sequence, budget, num_left)
+            num_left -= before - budget.tokens_left
+            passed.add(sequence)
+        return passed
+
+    def _admissible(self) -> list[Sequence]:
+        """The waiting sequences that may be admitted before others that came first, which have
+        their places none the less."""
+        first = self._waiting.peek()
+        if first is None or first.num_in_flight or len(self._free_slots) < 2:
+            return []
+        if not self._kv.fits(self._kv.plan(first), self.num_running):
+            return []
+        return [each for each in self._waiting.next_few() if not each.num_in_flight]
+
+    def _schedule_chunk(
+        self, batch: Batch, sequence: Sequence, budget: ChunkBudget, most: float = inf
+    ) -> None:
         """A row with as much of the prompt as the budget allows."""
-        wanted = int(min(sequence.num_to_compute, self._waiting.most_of(sequence)))
+        wanted = int(min(sequence.num_to_compute, self._waiting.most_of(sequence), most))
         if self._kv.has_windows:
             num_coverable = self._kv.num_coverable(sequence)
             if num_coverable <= 0:
@@ -453,7 +505,10 @@ class Scheduler:
         admission = self._kv.plan(sequence)
         if not self._kv.fits(admission, self.num_running):
             return False
-        self._waiting.pop()
+        if sequence is self._waiting.peek():
+            self._waiting.pop()
+        else:
+            self._waiting.remove(sequence)
         if sequence.first_scheduled_s is None:
             self._count_first_step(sequence, admission, now)
         self._loads.on_admission(sequence, admission.num_computed)

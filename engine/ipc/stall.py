@@ -26,7 +26,7 @@ def stall_limit_s(
 def _roofline_s(info: ModelInfo, config: SchedulerConfig) -> float:
     """The least time of a step that is full of prompt tokens, at the end of the longest contexts.
     0 where no speed is known."""
-    num_tokens = config.max_num_batched_tokens
+    num_tokens = config.max_step_tokens
     num_context = min(info.num_blocks * info.block_size, info.max_model_len * config.max_num_seqs)
     attention = AttentionWork(num_context, num_tokens * info.max_model_len)
     work = StepWork(

@@ -130,7 +130,7 @@ def run_largest_step(
 ) -> None:
     """The most tokens that a step may have, at the end of the longest sequence, where the host
     makes the steps. pool: of one block, in each group of layers."""
-    count = min(scheduler.max_num_batched_tokens, longest)
+    count = min(scheduler.max_step_tokens, longest)
     at = torch.arange(count)
     kv_slots = (at % block_size).repeat(num_groups, 1)
     tables = torch.zeros(num_groups, 1, -(-longest // block_size), dtype=torch.int32)

@@ -82,7 +82,7 @@ class GpuLoading(DecoderLoading):
         self._slot_bytes = most_adapter_bytes(config.lora, model, self.dtype) or 0
         # Steps are padded to so many tokens.
         sizes = *captured_sizes(config.scheduler.max_num_seqs), *CHUNK_SIZES
-        most = max(config.scheduler.max_num_batched_tokens, *sizes)
+        most = max(config.scheduler.max_step_tokens, *sizes)
         self.place.pipeline.allocate(most, model.hidden_size, self.dtype, gpu.device)
         total, free = gpu.total_bytes, gpu.total_bytes - gpu.used_bytes()
         check_weights(gpu.name, total, free, num_weight_bytes, dtype_name(self.dtype))
@@ -220,7 +220,7 @@ class GpuLoading(DecoderLoading):
             dtype=self.dtype,
             device=device,
             max_rows=seqs,
-            max_tokens=scheduler.max_num_batched_tokens,
+            max_tokens=scheduler.max_step_tokens,
             has_sinks=any(attention.has_sinks for attention in self.model.attentions),
         )
         fused = FusedModel(self.llama, pool, attention, seqs, self._slots, self.place.pipeline)

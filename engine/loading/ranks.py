@@ -151,7 +151,7 @@ def join(
 def link_size(config: EngineConfig) -> LinkSize:
     """Between stages: room for the states, in float32, of as many steps as may be in flight."""
     model = ModelConfig.from_dir(Path(config.model))
-    num_rows = num_passed(model) * config.scheduler.max_num_batched_tokens
+    num_rows = num_passed(model) * config.scheduler.max_step_tokens
     return LinkSize(config.pipeline_parallel_size, 4 * num_rows * model.hidden_size)
 
 

@@ -87,7 +87,7 @@ def out_of_memory(config: EngineConfig, phase: str) -> str:
     """The error message for a GPU whose memory ran out in this phase of the start."""
     scheduler = config.scheduler
     step = (
-        f"lower --max-num-batched-tokens (now {scheduler.max_num_batched_tokens}) "
+        f"lower --max-num-batched-tokens (now {scheduler.max_step_tokens}) "
         f"or --max-num-seqs (now {scheduler.max_num_seqs})"
     )
     if config.kv_cache_memory_bytes is not None:

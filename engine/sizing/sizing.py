@@ -164,7 +164,7 @@ class Sizing:
             self.kv_bytes,
             max_model_len=longest,
             max_num_seqs=_SCHEDULER.max_num_seqs,
-            max_step_tokens=_SCHEDULER.max_num_batched_tokens,
+            max_step_tokens=_SCHEDULER.max_step_tokens,
         )
 
     @property

@@ -32,7 +32,7 @@ class Candidate:
     def limits(self) -> tuple[int, int]:
         """--max-num-seqs and --max-num-batched-tokens."""
         config = self.server.scheduler
-        return config.max_num_seqs, config.max_num_batched_tokens
+        return config.max_num_seqs, config.max_step_tokens
 
     @property
     def ranks(self) -> tuple[int, int]:

@@ -134,7 +134,7 @@ def _input_share(server: SimulatedServer, simulated: Simulated) -> float:
     prompt = fmean(each.num_prompt_tokens for each in done)
     context = int(prompt + fmean(each.num_output_tokens for each in done) / 2)
     decodes = max(1, round(fmean(step.num_running for step in steps)))
-    room = max(1, server.scheduler.max_num_batched_tokens - decodes)
+    room = max(1, server.scheduler.max_step_tokens - decodes)
     chunk = max(1, min(room, round(num_chunk_tokens / len(done))))
     added_s = _step_s(server, decodes, context, chunk) - _step_s(server, decodes, context, 0)
     busy_s = sum(step.step_s for step in steps)

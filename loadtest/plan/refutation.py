@@ -113,7 +113,7 @@ def serve_command(candidate: Candidate, args: argparse.Namespace, name: str) -> 
         words += [name]
     words += [
         *("--max-num-seqs", str(config.max_num_seqs)),
-        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
+        *("--max-num-batched-tokens", str(config.max_step_tokens)),
     ]
     ranks = ("--tensor-parallel-size", "--pipeline-parallel-size")
     for flag, size in zip(ranks, candidate.ranks, strict=True):

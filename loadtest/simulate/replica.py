@@ -66,8 +66,9 @@ class Replica:
             info, server.step_model, self.clock, factors=factors, seed=seed
         )
         targets = (server.scheduler.itl_target_s, server.scheduler.ttft_target_s)
+        live = LiveStepModel(info, server.step_model)
         # Learning takes as long as a simulated step, and serves targets alone.
-        live = None if targets == (None, None) else LiveStepModel(info, server.step_model)
+        learning = None if targets == (None, None) else live
         self.scheduler = Scheduler(
             server.scheduler,
             groups=info.kv_groups,
@@ -79,7 +80,9 @@ class Replica:
         # Requests on their way, in order of arrival. What comes later may not be among them yet.
         self._coming: deque[Request] = deque()
         self._known_until_s = math.inf
-        self._loop = EngineLoop(self.scheduler, self.executor, self, self._send, self.clock, live)
+        self._loop = EngineLoop(
+            self.scheduler, self.executor, self, self._send, self.clock, learning
+        )
         self._front_end, self._front_end_free_s = server.front_end, 0.0
         # The engine has sent this at that time, and the front end has not yet written it.
         self._report: tuple[float, StepOutputs] | None = None

@@ -176,7 +176,7 @@ def _with_pools(info: ModelInfo, num_bytes: int, scheduler: SchedulerConfig) -> 
         num_bytes,
         max_model_len=info.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
-        max_step_tokens=scheduler.max_num_batched_tokens,
+        max_step_tokens=scheduler.max_step_tokens,
     )
     num_states = more.pop() if info.num_states else 0
     return replace(info, num_blocks=first, more_blocks=tuple(more), num_states=num_states)

@@ -75,7 +75,7 @@ def forecast_ttft_s(
     """target_s: how long a step with decodes may take. num_cohorts: see `Scheduler`; a step passes
     as many stages, and takes the model's time in each. num_new, num_cached: of its prompt's tokens,
     those to be computed and the others. None where the step model knows too little yet."""
-    max_tokens = config.max_num_batched_tokens
+    max_tokens = config.max_step_tokens
     num_running = min(config.max_num_seqs, len(ahead.decoding) + ceil(ahead.num_waiting / 2))
     num_decodes = ceil(num_running / num_cohorts)
     reads = [sequence.num_computed + 1 for sequence in ahead.decoding] or [num_new + num_cached]

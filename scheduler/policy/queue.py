@@ -16,6 +16,7 @@ BATCH_WAIT_S = {Batching.DYNAMIC: 0.05, Batching.STATIC: 1.0}
 # longest, whatever its priority: so one with k older ones before it waits for at most 8 (k + 1).
 _OLDEST_EVERY = 8
 
+_FEW = 16  # of a heap's entries, which begins with its least
 _SWEEP_MIN = 64  # ended entries that are not worth a pass over the queue
 
 
@@ -61,6 +62,11 @@ class OrderedQueue:
         elif len(self._heap) > 2 * len(self._members) + _SWEEP_MIN:
             self._heap = [entry for entry in self._heap if entry[3] in self._members]
             heapq.heapify(self._heap)
+
+    def next_few(self) -> list[Sequence]:
+        """Some of the first, in no particular order."""
+        few = dict.fromkeys(entry[3] for entry in self._heap[:_FEW])
+        return [each for each in few if each in self._members]
 
     def are_ahead(self, sequence: Sequence) -> Iterable[Sequence]:
         """Those that are to be admitted before this one, which waits or may be about to."""

@@ -56,7 +56,7 @@ class Targets:
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See `prefill_s`; None without a step model too."""
-        live, max_tokens = self._step_model, self._config.max_num_batched_tokens
+        live, max_tokens = self._step_model, self._config.max_step_tokens
         return None if live is None else prefill_s(live, start, end, max_tokens)
 
     def applies_to(self, request: Request) -> bool:

@@ -261,8 +261,9 @@ GROUPS = {
         ),
         Flag(
             "--max-num-batched-tokens TOKENS",
-            "most tokens of one step, prefill chunks and decodes; raise it for a shorter TTFT, "
-            "lower it for a shorter ITL of running streams",
+            "most tokens of one step, prefill chunks and decodes; fewer make TTFT and ITL shorter "
+            "under load, until steps are too small to be computed at the full rate (default: 2048 "
+            "on a GPU; on a CPU what the server finds best, from 128 to 2048)",
             parse=size,
         ),
         Flag("--max-num-queued-reqs N", "most answers that may wait; further ones get status 429"),

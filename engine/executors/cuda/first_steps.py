@@ -46,13 +46,13 @@ def small_steps(
     max_num_seqs = scheduler.max_num_seqs
     for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
         counts = [1] * size if size < max_num_seqs else [size]
-        if size <= scheduler.max_num_batched_tokens and counts[0] <= max_model_len:
+        if size <= scheduler.max_step_tokens and counts[0] <= max_model_len:
             yield _prompts(counts, block_size, num_groups, _GREEDY)
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
             yield _prompts([1] * num_rows, block_size, num_groups, sampling)
             yield _batch([1] * num_rows, (), num_decodes=num_rows)
-    if max_num_seqs > 1 and scheduler.max_num_batched_tokens > 1:
+    if max_num_seqs > 1 and scheduler.max_step_tokens > 1:
         # A decode beside a prompt, which graphs have, but without them another kernel computes.
         prompt = _assignment(1, 1, ((0,),) * num_groups, _GREEDY)
         yield _batch([1, 1], (prompt,), num_decodes=1)
@@ -64,7 +64,7 @@ def largest_step(
     """The most tokens and sampling rows that a step may have, all in block 0, with all options."""
     num_rows = scheduler.max_num_seqs
     counts = [1] * num_rows
-    left = scheduler.max_num_batched_tokens - num_rows
+    left = scheduler.max_step_tokens - num_rows
     for row in range(num_rows):
         more = min(left, max_model_len - 1)
         counts[row] += more

@@ -309,7 +309,7 @@ def size_pool(
         budget,
         max_model_len=longest,
         max_num_seqs=scheduler.max_num_seqs,
-        max_step_tokens=scheduler.max_num_batched_tokens,
+        max_step_tokens=scheduler.max_step_tokens,
     )
     first, *more = (min(num, max_blocks) for num in num_blocks)
     return PoolSize(first, longest, tuple(more))

@@ -50,7 +50,7 @@ def measure_offline(model: str, tiny: bool, enforce_eager: bool) -> None:
             directory,
             max_model_len=2 * workload.longest,
             max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=scheduler.max_step_tokens,
             enforce_eager=enforce_eager,
         )
     _report(executor, scheduler, model, workload, part="offline")

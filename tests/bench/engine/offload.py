@@ -72,7 +72,7 @@ def measure_offload(model: str, tiny: bool, enforce_eager: bool) -> None:
             directory,
             max_model_len=max(sizes.prefixes) + sizes.question + 1,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.max_step_tokens,
             enforce_eager=enforce_eager,
             kv_offload_bytes=sizes.host_bytes,
         )

@@ -224,7 +224,7 @@ def _http() -> Time:
         Request(id=RequestId(str(i)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
         for i, ids in enumerate(prompts)
     ]
-    us = _run_us(QWEN, requests, SchedulerConfig().max_num_batched_tokens)
+    us = _run_us(QWEN, requests, SchedulerConfig().max_step_tokens)
     return Time(us, lambda us: 256 * 1024 / us * 1e6)
 
 
