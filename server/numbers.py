@@ -1,4 +1,4 @@
-"""Numbers in texts that others send: headers, queries and flags."""
+"""Numbers in headers, queries and flags, whose errors have the names of these functions."""
 
 import math
 import re
@@ -7,10 +7,15 @@ import re
 _PLAIN = re.compile(r"[0-9.eE+-]{1,40}")
 
 
-def plain_number(text: str) -> float:
-    """Returns NaN for what is not a finite decimal number in ASCII, such as 250, 0.5 or 1e3."""
-    try:
-        number = float(text) if _PLAIN.fullmatch(text) else math.nan
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+def number(text: str) -> float:
+    """A finite decimal number in ASCII, such as 250, 0.5 or 1e3. Raises ValueError."""
+    value = float(text) if _PLAIN.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def integer(text: str) -> int:
+    """The same without a fraction. Raises ValueError."""
+    number(text)
+    return int(text)

@@ -21,7 +21,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.server.errors import InvalidApiKey, InvalidRequest
 from penstock.server.http.access import RESPONSE_HEADERS, TENANT
 from penstock.server.http.body import BodyMemory, read_body
-from penstock.server.numbers import plain_number
+from penstock.server.numbers import number
 from penstock.server.observability.request_log import CLIENT_GONE, note_client_gone, request_id
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.request_builder import Arrival
@@ -110,8 +110,10 @@ def _seconds(headers: Headers, name: str) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
-    milliseconds = plain_number(text)
-    if not milliseconds > 0:
+    milliseconds = 0.0
+    with contextlib.suppress(ValueError):
+        milliseconds = number(text)
+    if milliseconds <= 0:
         raise InvalidRequest(
             f"the header {name} is {text[:40]!r}; it must be milliseconds, more than 0, such as "
             "250 or 0.5",

@@ -2,14 +2,13 @@
 `--config` file and the field that it sets follow. The field says its type and its default."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
 from types import NoneType
 from typing import Any, TypeVar, get_args
 
-from penstock.server.numbers import plain_number
+from penstock.server.numbers import integer, number
 
 _Config = TypeVar("_Config")
 
@@ -27,20 +26,6 @@ class Extend(argparse.Action):
         before = getattr(namespace, self.dest)
         given = [] if before is self.default else before
         setattr(namespace, self.dest, [*given, *values])
-
-
-def number(text: str) -> float:
-    """As argparse's `type`, whose errors have its name."""
-    value = plain_number(text)
-    if math.isnan(value):
-        raise ValueError(text)
-    return value
-
-
-def integer(text: str) -> int:
-    """The same."""
-    number(text)
-    return int(text)
 
 
 _NUMBERS = {int: integer, float: number}

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import yaml
 
 from penstock.scheduler.errors import InvalidConfig
-from penstock.server.flags.flag import integer, number
 from penstock.server.flags.vllm_flags import REFUSED, says_nothing
+from penstock.server.numbers import integer, number
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
 # A key in a variable is one key, with whatever characters; other lists are words.

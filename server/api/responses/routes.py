@@ -1,6 +1,7 @@
 """`/v1/responses`: OpenAI's newer API, where the server may remember the conversation."""
 
 import secrets
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.server.api.responses.store import ResponseStore, StoredResponse, i
 from penstock.server.api.responses.truncation import MAX_ITEMS, with_what_fits
 from penstock.server.api.responses.writer import ResponseWriter, response_head
 from penstock.server.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
-from penstock.server.numbers import plain_number
+from penstock.server.numbers import integer
 from penstock.server.output.generation import Generation
 from penstock.server.prompt.off_loop import off_loop
 from penstock.server.prompt.prompts import Prompts, chat_prompts
@@ -161,11 +162,13 @@ def _page(items: list[Item], query: dict[str, str]) -> dict[str, Any]:
 
 def _limit(text: str) -> int:
     """Raises InvalidRequest."""
-    limit = plain_number(text)
-    if not (limit.is_integer() and 1 <= limit <= _MAX_LISTED_ITEMS):
+    limit = 0
+    with suppress(ValueError):
+        limit = integer(text)
+    if not 1 <= limit <= _MAX_LISTED_ITEMS:
         message = f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}, such as 20"
         raise InvalidRequest(message, param="limit")
-    return int(limit)
+    return limit
 
 
 def _as_listed(item: Item) -> Item:
