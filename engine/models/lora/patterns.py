@@ -17,12 +17,9 @@ _MAX_MEMORY_BYTES = 256 << 20
 Matches = dict[str, tuple[int, str | None]]
 
 
-class BadPattern(Exception):
-    """Why, after the name of the field that has the patterns."""
-
-
 def match(method: str, patterns: list[str], names: list[str]) -> Matches:
-    """method: of re.Pattern. Raises BadPattern. Blocks until the process has ended."""
+    """method: of re.Pattern. Blocks until the process has ended. Raises ValueError, whose words are
+    to stand after the name of the field that has the patterns."""
     if not patterns:
         return {}
     command = [sys.executable, "-I", "-S", __file__]
@@ -30,10 +27,10 @@ def match(method: str, patterns: list[str], names: list[str]) -> Matches:
     done = subprocess.run(command, input=task, capture_output=True, text=True, check=False)
     if done.returncode:
         limits = f"{_MAX_CPU_S} s or {_MAX_MEMORY_BYTES >> 20} MiB"
-        raise BadPattern(f"takes more than {limits} to match")
+        raise ValueError(f"takes more than {limits} to match")
     found: Matches | str = json.loads(done.stdout)
     if isinstance(found, str):
-        raise BadPattern(f"has what is no regular expression: {found}")
+        raise ValueError(f"has what is no regular expression: {found[:200]}")
     return found
 
 

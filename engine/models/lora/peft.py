@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.engine.config import ADAPTER_FILES
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.files.json_file import Fields, shown
-from penstock.engine.models.lora.patterns import BadPattern, Matches, match
+from penstock.engine.models.lora.patterns import Matches, match
 
 CONFIG = ADAPTER_FILES[0]
 
@@ -89,7 +89,7 @@ class PeftConfig:
         ):
             try:
                 self._matches[field] = match(method, patterns, names)
-            except BadPattern as error:
+            except ValueError as error:
                 raise AdapterRefused(
                     f"{self._fields.path}: {field} {error}; write the layers' names instead"
                 ) from None
