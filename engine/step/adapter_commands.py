@@ -66,7 +66,9 @@ def answer_to(number: int, loaded: "Future[LoadedAdapter]") -> AdapterLoaded:
     try:
         return AdapterLoaded(number, loaded.result())
     except (PenstockError, OSError, MemoryError) as error:
-        return AdapterLoaded(number, None, str(error) or "out of memory")
+        # A name in its files may be half a pair of surrogates, which no message can hold.
+        message = str(error).encode(errors="backslashreplace").decode()
+        return AdapterLoaded(number, None, message or "out of memory")
 
 
 _NO_STORE = AdapterRefused("this engine computes no LoRA adapters")

@@ -1,7 +1,10 @@
 """What an adapter may not be, each refused by name."""
 
+import itertools
 import json
+import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.errors import AdapterRefused
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.lora.peft import PeftConfig
 from penstock.engine.models.lora.weights import adapter_digest, read_adapter
 from penstock.engine.models.parts.adapter import Adapter
+from penstock.engine.step.adapter_commands import answer_to
+from penstock.engine.step.model_info import LoadedAdapter
 from penstock.scheduler.errors import PenstockError
 from tests.support.adapters import change_settings, save_adapter
 from tests.support.tiny_models import CPU, make_model, save
@@ -109,6 +115,39 @@ def test_what_a_pattern_of_layers_makes_of_their_number_need_not_be_one(
         change_settings(adapter, layers_pattern=pattern, layers_to_transform=[0])
         with pytest.raises(AdapterRefused):
             read(adapter, base[1])
+
+
+_FIELDS = (
+    *("peft_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "use_dora"),
+    *("init_lora_weights", "modules_to_save", "layer_replication", "revision", "\ud800", ""),
+)
+_HUGE = 10**400
+_VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, _HUGE, 1.5, 1e308, "", "x", "\ud800", "(\ud800", "q_proj", "(?P=a)"),
+    *([], [None], [[]], [_HUGE], [0], [-1], [True], ["\ud800"], [""], ["(", "x"]),
+    *({}, {"": None}, {"\ud800": 1}, {"q_proj": []}, {"q_proj": _HUGE}, {"q_proj": -_HUGE}),
+    *({"q_proj": True}, {"q_proj": 0}, {"q_proj": 1e-320}, {"q_proj": "\ud800"}, {".*": 4}),
+)
+
+
+@pytest.mark.parametrize("field", _FIELDS)
+def test_whatever_a_field_holds_it_is_understood_or_refused(field: str, adapter: Path) -> None:
+    """Anything else would end the engine. The refusal can be sent."""
+    names = [f"model.layers.{i}.self_attn.{each}" for i in range(2) for each in ("q_proj", "x")]
+    original = (adapter / "adapter_config.json").read_text()
+    for value, layers in itertools.product(_VALUES, (None, [0])):
+        change_settings(adapter, **{"layers_to_transform": layers} | {field: value})
+        loaded: Future[LoadedAdapter] = Future()
+        try:
+            config = PeftConfig(adapter, MAX_RANK)
+            config.match(names)
+            for name in filter(config.applies_to, names):
+                assert 1 <= config.rank(name) <= MAX_RANK and math.isfinite(config.scale(name))
+        except PenstockError as error:
+            loaded.set_exception(error)
+            assert answer_to(1, loaded).message.encode()
+        (adapter / "adapter_config.json").write_text(original)
 
 
 def test_a_config_of_more_than_a_mebibyte_is_refused_unread(
