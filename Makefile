@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu gpu-bundle gpu-rehearsal kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu gpu-bundle gpu-cache gpu-rehearsal kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -212,6 +212,12 @@ gpu-rehearsal: gpu-bundle
 TRITON ?= 3.6.0
 kernel-table: build/triton-$(TRITON)
 	PYTHONPATH=$< $(BIN)/python -m tests.support.kernel_table configs/models/*
+
+# What the suite's parts and its tests launch on a Hopper, compiled here by the Triton that a machine has
+# with torch 2.11; ARGS="--triton-cache build/triton_cache.tar.xz" of gpu-bundle takes it along.
+gpu-cache: build/triton-$(TRITON)
+	TRITON_INTERPRET=0 OMP_NUM_THREADS=1 TRITON_CACHE_DIR=build/gpu-cache PYTHONPATH=$< $(BIN)/python -m \
+		tests.bench.gpu.compile probe models tiles tests --pack build/triton_cache.tar.xz
 
 build/triton-%: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*

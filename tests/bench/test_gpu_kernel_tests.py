@@ -1,5 +1,9 @@
 """The kernels' tests as a part of the GPU suite: what a test that ends its process loses."""
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -100,6 +104,39 @@ def test_what_did_not_run_in_time_is_said_in_a_row(tmp_path: Path) -> None:
     rows, failed = _ran(tmp_path, code, 0)
     assert rows[-1]["not_run"] == "all"
     assert "all of its tests did not run: the time was used up" in next(iter(failed.values()))
+
+
+_RECORD = """
+import torch
+from triton.runtime import driver
+from tests.bench.gpu.compile import HopperDriver
+from tests.bench.gpu.recorded_tests import launches_of
+found = list(launches_of("tests/engine/kernels/test_experts.py"))
+driver.set_active(HopperDriver())
+next(launch for launch in found if launch.name == "_route").warm_up()
+for launch in found:
+    types = {getattr(value, "dtype", None) for value in launch.arguments.values()}
+    print(launch.name, torch.bfloat16 in types, torch.float16 in types, launch.arguments["PDL"])
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="the GPU's stand-in needs g++")
+def test_what_the_tests_launch_on_a_gpu_is_found_and_compiled_without_one(tmp_path: Path) -> None:
+    cache = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _RECORD],
+        cwd=ROOT,
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {"_route", "_gate_up", "_down"} <= {name for name, *_ in found}
+    assert ["_gate_up", "True", "False", "True"] in found
+    assert {(of_float16, is_early) for *_, of_float16, is_early in found} == {("False", "True")}
+    assert list(tmp_path.glob("*/_route.cubin"))
 
 
 def test_every_file_with_a_test_for_a_gpu_is_run() -> None:

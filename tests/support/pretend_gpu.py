@@ -87,7 +87,7 @@ class Launch:
     integers: dict[str, int]
 
 
-class _Pointer:
+class Pointer:
     """What Triton reads of a tensor."""
 
     def __init__(self, dtype: torch.dtype, address: int) -> None:
@@ -247,7 +247,7 @@ class PretendGpu:
                 pointers.append(
                     self.use(value).address + int(value.storage_offset()) * value.itemsize
                 )
-                given[argument] = _Pointer(value.dtype, pointers[-1])
+                given[argument] = Pointer(value.dtype, pointers[-1])
         if name not in self._binders:
             self._binders[name] = create_function_from_signature(
                 kernel.signature, kernel.params, self._backend
@@ -427,7 +427,7 @@ class PretendGpu:
             *((torch.distributed, name, collective(name)) for name in _COLLECTIVES),
             (torch.distributed, "init_process_group", lambda *_, **__: None),
             (torch.distributed, "new_group", lambda *_, **__: object()),
-            (torch, "Generator", lambda device: torch._C.Generator("cpu")),
+            (torch, "Generator", lambda device="cpu": torch._C.Generator("cpu")),
             (torch, "tensor", tensor),
             (FakeTensor, "tolist", tolist),
             (FakeTensor, "numpy", to_numpy),

@@ -1,18 +1,21 @@
 """`python -m tests.bench.gpu.compile WHAT... [--share K/N]`: fills Triton's cache on all cores.
 
 Compiles what the parts of the suite will launch, without launching it: each of N processes takes
-every Nth kernel. Without a GPU it compiles for Hopper, which shows what compiles and how long it
-takes. A kernel that it misses is compiled when it is first launched, a second or two later.
+every Nth kernel, and of `tests` every Nth file. Without a GPU it compiles for Hopper, which shows
+what compiles and how long it takes. A kernel that it misses is compiled when it is first launched,
+a second or two later. `make gpu-cache` compiles all of it without a GPU, for `make gpu-bundle`.
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -23,10 +26,15 @@ from penstock.engine.kernels.sample.sampler import Mode
 from tests.bench.engine.linear_tiles import meta_launches
 from tests.bench.engine.models import model_fields
 from tests.bench.engine.timing import report
+from tests.bench.gpu import triton_cache
 from tests.bench.gpu.goals import LLAMA, QWEN, SMALL
+from tests.bench.gpu.kernel_tests import FILES
 from tests.support.compile_kernels import NUM_SMS, Launch, MetaModel, recorded
 
-WHAT = ("probe", "models", "tiles")
+if TYPE_CHECKING:
+    from tests.bench.gpu.recorded_tests import Recorded
+
+WHAT = ("probe", "models", "tiles", "tests")
 # Rows of a step, which decide between kernels: few, at most 16, and many. And a chunk beside them.
 _STEPS = ((1, 0), (16, 0), (256, 0), (0, 512), (7, 1024))
 
@@ -77,14 +85,27 @@ def _of_model(model: str, num_layers: int, max_rows: int, max_tokens: int) -> It
             yield from meta.launches(num_decodes, chunk)
 
 
-def compile_share(what: list[str], share: int, num_shares: int, most: int | None) -> None:
-    if not torch.cuda.is_available():
-        driver.set_active(HopperDriver())
+def _chosen(
+    what: list[str], share: int, num_shares: int, most: int | None
+) -> "Iterator[Launch | Recorded]":
+    """What one of num_shares processes compiles."""
     # Where there is no GPU, with PDL, as on a Hopper.
     enabled = overlapped()["PDL"] or not torch.cuda.is_available()
     with overlap(enabled):
-        unique = {launch.key: launch for kind in what for launch in launches(kind)}
-    for launch in list(unique.values())[share:most:num_shares]:
+        found = (launch for kind in what if kind != "tests" for launch in launches(kind))
+        unique = {launch.key: launch for launch in found}
+    yield from list(unique.values())[share:most:num_shares]
+    if "tests" in what:
+        from tests.bench.gpu.recorded_tests import launches_of
+
+        for file in FILES[share:most:num_shares]:
+            yield from launches_of(file.name)
+
+
+def compile_share(what: list[str], share: int, num_shares: int, most: int | None) -> None:
+    if not torch.cuda.is_available():
+        driver.set_active(HopperDriver())
+    for launch in _chosen(what, share, num_shares, most):
         started_s = time.perf_counter()
         try:
             launch.warm_up()
@@ -101,9 +122,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("what", nargs="+", choices=WHAT)
     parser.add_argument("--share", default="0/1", metavar="K/N")
     parser.add_argument("--most", type=int, metavar="N", help="the first N kernels alone")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE", help="what TRITON_CACHE_DIR has then, for a bundle"
+    )
     args = parser.parse_args(argv)
+    if "tests" in args.what and torch.cuda.is_available():
+        parser.error("tests: only where there is no GPU, as they run on a stand-in of one")
     share, num_shares = map(int, args.share.split("/"))
     compile_share(args.what, share, num_shares, args.most)  # rows say what failed
+    if args.pack and not triton_cache.pack(Path(os.environ["TRITON_CACHE_DIR"]), args.pack):
+        print("what was compiled is too large to be packed", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -63,10 +63,12 @@ _SHARE_ALONE = 0.08
 # No test compiles for so long.
 STALL_S = 60.0
 _ENDED_WELL = ("passed", "skipped")
-_OPTIONS = (
-    *("-c", str(Path(__file__).with_name("on_device.ini")), "-p", "tests.bench.gpu.pytest_rows"),
-    *(f"--rootdir={ROOT}", f"--confcutdir={ROOT}"),
+OPTIONS = (
+    f"--config-file={Path(__file__).with_name('on_device.ini')}",
+    f"--rootdir={ROOT}",
+    f"--confcutdir={ROOT}",
 )
+_ROWS = ("-p", "tests.bench.gpu.pytest_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,15 @@ class KernelTests:
             finished.write("\n".join(done))
             finished.flush()
             process = Process(
-                [sys.executable, "-m", "pytest", *_OPTIONS, file],
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    *OPTIONS,
+                    "-p",
+                    "tests.bench.gpu.pytest_rows",
+                    file,
+                ],
                 note,
                 self.log,
                 limit_s=limit_s,

@@ -28,7 +28,7 @@ def _print(**row: object) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = _share(_of_one_type(items), os.environ.get("PENSTOCK_TESTS_SHARE", "0/1"))
+    chosen = _share(of_one_type(items), os.environ.get("PENSTOCK_TESTS_SHARE", "0/1"))
     _print(tests=[item.nodeid for item in chosen])
     file = os.environ.get("PENSTOCK_TESTS_DONE")
     done = set(Path(file).read_text(encoding="utf-8").splitlines()) if file else set()
@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def _of_one_type(items: list[pytest.Item]) -> list[pytest.Item]:
+def of_one_type(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of those that differ in their `dtype` alone, the one of bfloat16, or the first."""
     chosen: dict[object, pytest.Item] = {}
     for item in items:
         params = dict(getattr(item, "callspec", _NO_PARAMS).params)

@@ -138,7 +138,7 @@ _SHOWN = (
     "of_matrix_rate", "host_ms", "waited_ms", "late_steps_ratio", "engine_idle_ratio",
     "direction", "blocks", "gb_per_s", "link_gb_per_s", "kernel_gb_per_s", "prefix", "computed_ms",
     "from_memory_ms", "from_pool_ms", "kernels_per_step", "rivals", "skipped", "tile",
-    "ours_us", "torch_us", "worst", "file", "share", "states", "not_run",
+    "ours_us", "torch_us", "num_cases", "worst", "file", "share", "states", "not_run",
 )  # fmt: skip
 _NOT_SHOWN = ("device", "load", "compile", "test", "linear tile")
 
