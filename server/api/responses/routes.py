@@ -86,7 +86,8 @@ class Responses:
                     output_items=msgspec.json.encode(response["output"]),
                     history=self._history,
                 )
-                self._store.put(received.arrival.tenant, response_id, stored)
+                arrival = received.arrival
+                self._store.put(arrival.client, arrival.tenant, response_id, stored)
 
         sampling = generation.request.requests[0].sampling
         head = response_head(fields, response_id, model.name, sampling)

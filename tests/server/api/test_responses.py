@@ -256,10 +256,10 @@ def stored(num_bytes: int) -> StoredResponse:
 def test_a_store_holds_no_more_bytes_than_it_may() -> None:
     store = ResponseStore(max_count=100, max_bytes=10_000)
     for i in range(20):
-        store.put("", f"r{i}", stored(3_000))
+        store.put("", "", f"r{i}", stored(3_000))
         assert store.num_bytes <= 10_000
     assert len(store) == 2
-    store.put("", "huge", stored(20_000))
+    store.put("", "", "huge", stored(20_000))
     assert len(store) == 2
     store.delete("", "r19")
     store.delete("", "r18")
@@ -270,24 +270,41 @@ def test_a_store_holds_no_more_bytes_than_it_may() -> None:
 
 def test_what_one_key_stores_evicts_nothing_of_another() -> None:
     store = ResponseStore(max_count=4, max_bytes=60_000)
-    store.put("a", "first", stored(3_000))
+    store.put("a", "a", "first", stored(3_000))
     for i in range(20):
-        store.put("b", f"r{i}", stored(10))
-    store.put("b", "large", stored(24_000))
+        store.put("b", "b", f"r{i}", stored(10))
+    store.put("b", "b", "large", stored(24_000))
     assert store.get("a", "first").num_bytes and len(store) <= 4
     with pytest.raises(ResponseNotFound):
         store.get("b", "r0")
     for i in range(4):
-        store.put("a", f"r{i}", stored(10))
+        store.put("a", "a", f"r{i}", stored(10))
     assert store.get("b", "large") and len(store) == 4, "nor does the other in return"
     with pytest.raises(ResponseNotFound):
         store.get("a", "first")
 
 
+@pytest.mark.parametrize("key", ["", "invented {}"])
+def test_one_client_has_one_share_of_the_room_whatever_keys_it_invents(key: str) -> None:
+    """Without a key it has that of others who send none."""
+    store = ResponseStore(max_count=8, max_bytes=100_000)
+    for i in range(4):
+        store.put("honest", "", f"r{i}", stored(20_000 if i == 0 else 10))
+    for num_bytes in (10, 30_000):
+        for i in range(100):
+            store.put("flood", key.format(i), f"f{i}", stored(num_bytes))
+        assert store.get(key.format(99), "f99") and store.num_bytes <= 100_000
+        for i in range(4):
+            assert store.get("", f"r{i}")
+    for i in range(8):
+        store.put("honest", "", f"s{i}", stored(10))
+    assert store.get(key.format(99), "f99"), "nor does the other in return"
+
+
 def test_a_response_takes_the_place_of_an_earlier_one_of_its_id() -> None:
     store = ResponseStore(max_count=9, max_bytes=60_000)
     for num_bytes in (30_000, 20_000, 50_000):
-        store.put("", "r", stored(num_bytes))
+        store.put("", "", "r", stored(num_bytes))
         assert (len(store), store.get("", "r").num_bytes) == (1, store.num_bytes)
 
 
@@ -297,12 +314,12 @@ def test_to_make_room_among_many_keys_takes_time_in_proportion_to_them() -> None
     def least_time_s(count: int) -> float:
         store = ResponseStore(max_count=count, max_bytes=1 << 30)
         for i in range(count):
-            store.put(f"key {i}", "r", stored(1))
+            store.put(f"client {i}", f"key {i}", "r", stored(1))
         times_s = []
         for turn in range(10):
             began_s = time.thread_time()
             for i in range(8):
-                store.put(f"other key {turn} {i}", "r", stored(1))
+                store.put(f"client {turn} {i}", f"key {turn} {i}", "r", stored(1))
             times_s.append(time.thread_time() - began_s)
         return min(times_s)
 
