@@ -178,12 +178,15 @@ class Scheduler:
     def _plan(self, batch: Batch, now: float) -> None:
         self._is_short_of_blocks = False
         self._schedule_decodes(batch)
-        num_tokens = self._step_size.num_prompt_tokens(batch.num_decodes)
-        budget = self._targets.chunk_budget(batch, num_tokens, self.num_running)
+        size = self._step_size
+        num_tokens = size.num_prompt_tokens(batch.num_decodes)
+        budget = self._targets.chunk_budget(batch, num_tokens, size.enough, self.num_running)
         passed = self._pass_long_prompt(batch, budget, now)
         # Chunks of running prompts and waiting sequences in one order, where the policy has one: a
         # prompt of a tenant that was served much waits for a newcomer's.
         for sequence in self._waiting.in_order(self._prefilling):
+            if budget.is_spent:
+                break
             if sequence in passed:
                 continue
             self._admit_waiting(batch, budget, now, below=self._waiting.counter_of(sequence))

@@ -42,6 +42,11 @@ class StepSize:
         wanted = max(self._tokens - num_decodes, self._tokens // 2)
         return min(wanted, self._most - num_decodes)
 
+    @property
+    def enough(self) -> float:
+        """So many prompt tokens that no further prompt joins the step."""
+        return inf if self._live is None else self._tokens // 2
+
     def _efficient(self, live: LiveStepModel) -> int:
         few_s, many_s = (self._predicted(live, num) for num in (_FEW, _MANY))
         if few_s is None or many_s is None:

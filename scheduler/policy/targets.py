@@ -45,14 +45,18 @@ class Targets:
 
     # How much they allow.
 
-    def chunk_budget(self, batch: Batch, max_tokens: int, num_running: int) -> ChunkBudget:
+    def chunk_budget(
+        self, batch: Batch, max_tokens: int, enough: float, num_running: int
+    ) -> ChunkBudget:
         """Says how much of prompts a step may run whose decodes are planned."""
         target_s = self._step_target_s(num_running)
         if target_s is None or self._step_model is None or not batch.num_decodes:
-            return ChunkBudget(max_tokens)
+            return ChunkBudget(max_tokens, enough)
         windows = [group.window for group in self._step_model.served.attention]
         decodes = work_of(batch, windows)
-        return chunk_budget(self._step_model, target_s, max_tokens=max_tokens, decodes=decodes)
+        return chunk_budget(
+            self._step_model, target_s, max_tokens=max_tokens, enough=enough, decodes=decodes
+        )
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See `prefill_s`; None without a step model too."""

@@ -19,20 +19,22 @@ _UNKNOWN_FLOORS = 4
 
 
 class ChunkBudget:
-    """max_tokens: the most prompt tokens that the step may run, whatever time they take.
+    """max_tokens: the most prompt tokens that the step may run, whatever time they take. enough: so
+    many that no further prompt is worth making those that end with the step wait.
 
-    is_spent: no further chunk fits.
+    is_spent: no further chunk fits, or is worth it.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, enough: float = inf) -> None:
         self.tokens_left = max_tokens
+        self._spare = max(0, max_tokens - enough)
         self.is_spent = max_tokens <= 0
 
     def take(self, start: int, num_wanted: int) -> int:
         """Spends as many of a prompt's tokens from `start` on as fit, and returns how many."""
         num_tokens = min(num_wanted, self.most(start))
         self.spend(start, num_tokens)
-        self.is_spent = num_tokens < num_wanted or self.tokens_left <= 0
+        self.is_spent = num_tokens < num_wanted or self.tokens_left <= self._spare
         return num_tokens
 
     def most(self, start: int) -> int:
@@ -49,6 +51,7 @@ class TimedChunkBudget(ChunkBudget):
     def __init__(
         self,
         max_tokens: int,
+        enough: float,
         *,
         floor: int,
         target_s: float,
@@ -57,7 +60,7 @@ class TimedChunkBudget(ChunkBudget):
         decodes: StepWork,
     ) -> None:
         """decodes: what the step runs besides, without padding."""
-        super().__init__(max_tokens)
+        super().__init__(max_tokens, enough)
         self._floor = min(floor, max_tokens)
         self._model, self._served = expected.model, served
         self._num_tokens = decodes.num_decode_tokens
@@ -151,17 +154,19 @@ def chunk_budget(
     *,
     max_tokens: int,
     decodes: StepWork,
+    enough: float = inf,
     floor: int = PREFILL_FLOOR,
 ) -> ChunkBudget:
     """Without a target, that of tokens alone; and of few, as long as nothing is known of the
     time."""
     if live is None or target_s is None or not decodes.num_decode_tokens:
-        return ChunkBudget(max_tokens)
+        return ChunkBudget(max_tokens, enough)
     expected = live.expected(StepClass.MIXED)
     if expected is None:
-        return ChunkBudget(min(max_tokens, _UNKNOWN_FLOORS * floor))
+        return ChunkBudget(min(max_tokens, _UNKNOWN_FLOORS * floor), enough)
     return TimedChunkBudget(
         max_tokens,
+        enough,
         floor=floor,
         target_s=target_s,
         expected=expected,

@@ -3,7 +3,9 @@
 import pytest
 
 from penstock.scheduler.config import Policy, SchedulerConfig
+from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.step_size import StepSize
+from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import StepModel
 from tests.support.made_up_steps import DEVICE, HOST, KNEE, served_model
@@ -50,6 +52,20 @@ def test_decodes_are_tokens_too_and_leave_prompts_half_a_step() -> None:
 def test_decodes_and_prompts_together_never_exceed_the_flag() -> None:
     size = StepSize(SchedulerConfig(max_num_seqs=200, max_num_batched_tokens=300), None)
     assert [size.num_prompt_tokens(num) for num in (0, 100, 200)] == [300, 200, 150 - 50]
+
+
+@pytest.mark.parametrize(("length", "rows"), [(150, 1), (60, 3), (300, 1)])
+def test_a_prompt_does_not_wait_for_others_that_fill_its_step(length: int, rows: int) -> None:
+    """A step of 256 tokens, which nobody joins once it has 128."""
+    live = LiveStepModel(served_model())
+    groups = (KVGroup(4000),)
+    scheduler = Scheduler(
+        SchedulerConfig(), groups=groups, block_size=16, max_model_len=2000, step_model=live
+    )
+    for number in range(4):
+        scheduler.add(make_request(f"{number}", [5 + number] * length))
+    batch = scheduler.schedule(0.0)
+    assert batch and batch.num_tokens == (min(length, 256),) * rows
 
 
 # A step of 32 tokens, and prompts that take several.
