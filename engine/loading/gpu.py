@@ -30,6 +30,15 @@ from penstock.engine.loading.devices import (
     measure_rates,
     size_gpu_pool,
 )
+from penstock.engine.loading.self_check import (
+    COMPILE_S,
+    DEVICE_S,
+    check,
+    checked_size,
+    failures,
+    first_layers,
+    run_step,
+)
 from penstock.engine.loading.steps import DecoderLoading
 from penstock.engine.loading.weights import most_adapter_bytes
 from penstock.engine.memory.gpu_budget import (
@@ -43,6 +52,7 @@ from penstock.engine.memory.machine import num_cores
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.models.at_load.quantize import Quantized
 from penstock.engine.models.decoder.fused import FusedModel, check_parts
+from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.formats.kept import OnGpu
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters
@@ -145,26 +155,42 @@ class GpuLoading(DecoderLoading):
         Runs one, with all its keys and values in a pool of one block; and before it small ones, so
         that no kernel has to be compiled while requests wait.
         """
-        with self.phases.timed("activations", "compiling kernels, and running the largest step"):
+        what = "compiling kernels, running the largest step, and checking the GPU"
+        with self.phases.timed("activations", what), failures(self.way):
             self._run_steps(None)
             if self._slots is not None:
                 seqs = self.config.scheduler.max_num_seqs
                 self._run_steps(OneForAll(None, None, self.dtype, _CPU, seqs))
             # Torch frees nothing by itself, so this is the peak, including the kernels' code.
             peak = self.device.used_bytes()
-            gc.collect()
-            self.device.release()
+            self._release()
+            if self.device.compiles_kernels and self.place.layout.size == 1:
+                self.check()
+                self._release()
             return max(0, peak - self.used)
+
+    def _release(self) -> None:
+        gc.collect()
+        self.device.release()
+
+    def check(self) -> None:
+        """Raises GpuWayFailed."""
+        part, groups = first_layers(self.llama), len(self.pools)
+        size = checked_size(self.block_size, groups, self.longest)
+        loaded = self._model_with(size, None, use_graphs=self._uses_graphs, part=part)
+        check(CudaExecutor(loaded), part, self.way, self.config.scheduler)
 
     def _run_steps(self, adapters: Adapters | None) -> None:
         num_groups = len(self.pools)
         size = PoolSize(0, self.longest, (0,) * (num_groups - 1))
         executor = CudaExecutor(self._model_with(size, adapters, use_graphs=False))
         limits = self.config.scheduler, self.longest, self.block_size, num_groups
-        if self.device.device.type == "cuda" and self.longest > 1:
+        # Other ranks compile for as long.
+        most_s = DEVICE_S if self.place.layout.size == 1 else COMPILE_S
+        if self.device.compiles_kernels and self.longest > 1:
             for batch in small_steps(*limits):
-                executor.execute(self._with_states(batch)).wait()
-        executor.execute(self._with_states(largest_step(*limits))).wait()
+                run_step(executor, self._with_states(batch), most_s=most_s)
+        run_step(executor, self._with_states(largest_step(*limits)), most_s=COMPILE_S)
 
     def _with_states(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Copies of states besides, where there are any, so that their kernels are compiled."""
@@ -207,13 +233,21 @@ class GpuLoading(DecoderLoading):
         return self.described(size, gpu_way=self.way, **self._rates, **more)
 
     def _model_with(
-        self, size: PoolSize, adapters: Adapters | None, *, use_graphs: bool
+        self,
+        size: PoolSize,
+        adapters: Adapters | None,
+        *,
+        use_graphs: bool,
+        part: LlamaModel | None = None,
     ) -> DeviceModel:
+        """part: of the layers, where it has not all of them."""
         scheduler, device, block_size = self.config.scheduler, self.device.device, self.block_size
         seqs = scheduler.max_num_seqs
         padded = [num_blocks + 1 for num_blocks in size.by_group]
-        shape = self.model.kv_shape
-        pool = KVPools(shape, self.layout, padded, block_size, self.kv_type, device)
+        llama, layout = self.llama, self.layout
+        if part is not None:
+            llama, layout = part, part.config.kv_layout(self.longest)
+        pool = KVPools(llama.config.kv_shape, layout, padded, block_size, self.kv_type, device)
         attention = make_attention(
             self.config,
             self.model.attention_windows(block_size),
@@ -223,7 +257,7 @@ class GpuLoading(DecoderLoading):
             max_tokens=scheduler.max_step_tokens,
             has_sinks=any(attention.has_sinks for attention in self.model.attentions),
         )
-        fused = FusedModel(self.llama, pool, attention, seqs, self._slots, self.place.pipeline)
+        fused = FusedModel(llama, pool, attention, seqs, self._slots, self.place.pipeline)
         return DeviceModel(
             model=fused,
             pool=pool,
@@ -245,7 +279,8 @@ def captured(loaded: LoadedModel, phases: Phases) -> CudaExecutor:
     gpu, ledger, num_graphs = loaded.device, loaded.ledger, loaded.num_graphs
     used = gpu.used_bytes()
     capturing = f"capturing {num_graphs} CUDA graphs"
-    with phases.timed("graphs", capturing, total=num_graphs, unit="graphs"):
+    way = loaded.info.gpu_way or GpuWay.EAGER
+    with phases.timed("graphs", capturing, total=num_graphs, unit="graphs"), failures(way):
         executor.capture(phases.advance)
         gpu.release()
     ledger.graphs = max(0, gpu.used_bytes() - used)

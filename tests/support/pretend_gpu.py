@@ -434,6 +434,8 @@ class PretendGpu:
             (torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None),
             (JITFunction, "run", triton_run),
             (llama, "ThreadPoolExecutor", Threads),
+            # It would read the numbers of states, which are made up here.
+            (llama, "segments_of", lambda step: ()),
         ]
 
     def _made_up(self, shape: list[int], dtype: torch.dtype) -> Any:

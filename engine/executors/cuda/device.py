@@ -19,12 +19,14 @@ _LARGEST_PROBE_BYTES = 2**31
 
 
 class Device(Protocol):
-    """has_kernels: whether it computes by those of a GPU. moves_memory: what `bandwidth` measures,
-    as a participle."""
+    """has_kernels: whether it computes by those of a GPU. compiles_kernels: whether these must be
+    compiled, and checked, at the start. moves_memory: what `bandwidth` measures, as a participle.
+    """
 
     device: torch.device
     name: str
     has_kernels: bool
+    compiles_kernels: bool
     moves_memory: str
 
     @property
@@ -50,7 +52,7 @@ class Device(Protocol):
 class CudaGpu:
     """See `Device`."""
 
-    has_kernels, moves_memory = True, "copied"
+    has_kernels, compiles_kernels, moves_memory = True, True, "copied"
 
     def __init__(self, device: torch.device) -> None:
         """Raises InvalidConfig for a GPU that is too old."""
@@ -89,7 +91,7 @@ class Processor:
 
     device = torch.device("cpu")
     name = "cpu"
-    has_kernels, moves_memory = False, "read"
+    has_kernels, compiles_kernels, moves_memory = False, False, "read"
 
     @property
     def total_bytes(self) -> int:
