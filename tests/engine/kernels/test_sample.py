@@ -91,7 +91,8 @@ def noise(seed: int, positions: Tensor, size: int) -> Tensor:
     words, _ = encode(params(), seed, 0, size)
     out = torch.empty(len(positions), size, device=DEVICE)
     padded = triton.next_power_of_2(size)
-    rows = min(len(positions), 2**12)
+    # The interpreter is fastest with large tiles, which compilers take more than ten minutes for.
+    rows = min(len(positions), 2**12 if DEVICE.type == "cpu" else max(1, 2**12 // padded))
     _store_noise[(len(positions) // rows,)](
         int32(words), positions.int().to(DEVICE), out, size, ROWS=rows, SIZE=padded
     )
