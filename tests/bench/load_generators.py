@@ -102,6 +102,7 @@ def _vllm_arguments(load: Load) -> list[str]:
         *("--dataset-name", "random", "--random-input-len", str(case.input_len)),
         *("--random-output-len", str(case.output_len), "--num-prompts", str(case.num_requests)),
         *("--max-concurrency", str(case.concurrency), "--ignore-eos", "--save-result"),
+        *("--temperature", "0"),
         *("--result-filename", str(load.folder / "result.json")),
     ]
 
@@ -118,9 +119,15 @@ def _read_vllm(folder: Path) -> Account:
 def _guidellm_arguments(load: Load) -> list[str]:
     case = load.case
     lengths = f"prompt_tokens={case.input_len},output_tokens={case.output_len}"
+    backend = {
+        "kind": "openai_http",
+        "target": load.url,
+        "request_format": "/v1/completions",
+        "extras": {"body": {"temperature": 0}},
+    }
     return [
         *("run", "--disable-console"),
-        *("--backend", f"kind=openai_http,target={load.url},request_format=/v1/completions"),
+        *("--backend", json.dumps(backend)),
         *("--profile", f"kind=concurrent,streams={case.concurrency}"),
         *("--constraint", f"kind=max_requests,count={case.num_requests}"),
         *("--data", f"kind=synthetic_text,{lengths}"),
@@ -146,6 +153,7 @@ def _aiperf_arguments(load: Load) -> list[str]:
         *("profile", "--model", load.model, "--tokenizer", load.model, "--url", load.url),
         *("--endpoint-type", "completions", "--streaming", "--ui", "none"),
         *("--use-server-token-count", "--extra-inputs", "ignore_eos:true"),
+        *("--extra-inputs", "temperature:0"),
         *("--concurrency", str(case.concurrency), "--request-count", str(case.num_requests)),
         *("--isl", str(case.input_len), "--isl-stddev", "0"),
         *("--osl", str(case.output_len), "--osl-stddev", "0"),
