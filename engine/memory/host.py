@@ -23,6 +23,12 @@ def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
     return host.to(device, non_blocking=True)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy, to be read once the device has passed an event that is recorded after this."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def tensor_to_device(host: Tensor, device: torch.device) -> Tensor:
     """As `to_device`. Torch keeps pinned memory until its copy has run."""
     if device.type == "cuda":

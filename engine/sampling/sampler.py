@@ -30,13 +30,14 @@ is -inf gives id 0. Logprobs take NaN as -inf, and +inf as the largest float.
 """
 
 import math
+from collections.abc import Callable
 from operator import is_
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.host import tensor_to_device, to_device
+from penstock.engine.memory.host import tensor_to_device, to_device, to_host
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.token_bans import TokenBans, banned_by, has_token_bans
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
@@ -107,6 +108,9 @@ class DrawTables(NamedTuple):
     inverse_temperature: Tensor
     top_p: Tensor
     log_min_p: Tensor
+
+
+ReadLogprobs = Callable[[], list[TokenLogprobs | None]]
 
 
 class Draw(Protocol):
@@ -213,7 +217,7 @@ class Sampler:
         ids = self.sample_ids(logits, slots, lengths, token_table, prompt_lengths)
         if self._num_logprobs.keys().isdisjoint(slots):
             return ids, None
-        return ids, self.logprobs(logits, slots, ids)
+        return ids, self.logprobs(logits, slots, ids)()
 
     def sample_ids(
         self,
@@ -360,23 +364,30 @@ class Sampler:
             weights.mul_(torch.ge(weights, floor, out=kept))
         return is_valid
 
-    def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> list[TokenLogprobs | None]:
-        """Those of the raw logits, for the rows that request them. ids: (S,) int64. Waits for the
-        device."""
-        report: list[TokenLogprobs | None] = [None] * len(slots)
+    def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> ReadLogprobs:
+        """Launches what computes those of the raw logits, for the rows that request them. ids:
+        (S,) int64. Returns what reads them once the device has passed an event after this."""
+        parts = []
         requesting = [row for row, slot in enumerate(slots) if slot in self._num_logprobs]
         for start in range(0, len(requesting), self._chunk):
             part = requesting[start : start + self._chunk]
             rows = self._tensor(part)
             x = raw_logprobs(logits.index_select(0, rows).float())
             nums = [min(self._num_logprobs[slots[row]], self._vocab_size) for row in part]
-            own = x.gather(1, ids[rows].clamp(min=0).unsqueeze(1)).squeeze(1).tolist()
+            own = x.gather(1, ids[rows].clamp(min=0).unsqueeze(1)).squeeze(1)
             best = x.topk(max(nums))
-            tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            for row, num, logprob, (top_ids, top) in zip(part, nums, own, tops, strict=True):
-                pairs = zip(top_ids[:num], top[:num], strict=True)
-                report[row] = TokenLogprobs(logprob, tuple(pairs))
-        return report
+            parts.append((part, nums, to_host(own), to_host(best.indices), to_host(best.values)))
+
+        def read() -> list[TokenLogprobs | None]:
+            report: list[TokenLogprobs | None] = [None] * len(slots)
+            for part, nums, *found in parts:
+                columns = [each.tolist() for each in found]
+                for row, num, own, top_ids, top in zip(part, nums, *columns, strict=True):
+                    pairs = zip(top_ids[:num], top[:num], strict=True)
+                    report[row] = TokenLogprobs(own, tuple(pairs))
+            return report
+
+        return read
 
     def _tensor(self, values: list[int] | tuple[int, ...]) -> Tensor:
         return to_device(values, torch.int64, self._device)

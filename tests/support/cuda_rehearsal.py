@@ -354,11 +354,13 @@ def rehearse(
         steps = serve_everything(rehearsal, rounds, rounds)
         if rehearsal.tier:
             come_back(rehearsal)
+        waits = gpu.waits[:]
         decode = decode_alone(rehearsal)
         adapted = None
         if rehearsal.config.lora is not None:
             rehearsal.give_all_tokens_an_adapter()
             steps += serve_everything(rehearsal, rounds, rounds)
+            waits += gpu.waits
             adapted = decode_alone(rehearsal)
         return {
             "compiled_at_start": len(at_start),
@@ -367,7 +369,7 @@ def rehearse(
             "graphs_while_serving": len(gpu.graphs) - num_graphs,
             "steps": steps,
             "preemptions": rehearsal.scheduler.stats().preemptions_total,
-            "waits": Counter(wait.rsplit(":", 1)[0] for wait in gpu.waits),
+            "waits": Counter(wait.rsplit(":", 1)[0] for wait in waits),
             "bytes_at_start": used,
             "bytes_at_most": gpu.peak_bytes,
             "bytes_allowed": gpu.total_bytes * rehearsal.config.gpu_memory_utilization,

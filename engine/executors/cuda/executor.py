@@ -6,7 +6,7 @@ sequences nothing is sent to the device. A step with prefill chunks is a graph t
 (`ChunkSteps`); else it is launched kernel by kernel, which its length hides.
 
 Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; and a step with a
-grammar or logprobs does, because the host needs the ids.
+grammar does, because the host needs the ids.
 
 Of several stages each has some of the layers. All but the last compute states alone, which go to
 the next stage between two graphs (`penstock.engine.ranks.device_pipeline`).
@@ -37,6 +37,7 @@ from penstock.engine.kernels.tables import store_sampled, update_table
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
+from penstock.engine.sampling.sampler import ReadLogprobs
 from penstock.engine.step.executor import block_copies
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.stats import GraphSizes
@@ -167,10 +168,18 @@ class CudaExecutor:
         nothing = SampledTokens(step=batch.step, token_ids=[])
         return self._launch(nothing, states.new_empty(0, dtype=torch.int32), [])
 
-    def _launch(self, sampled: SampledTokens, ids: Tensor, slots: list[int]) -> LaunchedStep:
+    def _launch(
+        self,
+        sampled: SampledTokens,
+        ids: Tensor,
+        slots: list[int],
+        logprobs: ReadLogprobs | None = None,
+    ) -> LaunchedStep:
         # Rank 0 alone has a limit, since it tells the others to end.
         waits_for = self._ranks if self._samples else SOLE_DEVICE
-        return LaunchedStep(sampled, ids, slots, self._grammars, waits_for, self._stage_time)
+        return LaunchedStep(
+            sampled, ids, slots, logprobs, self._grammars, waits_for, self._stage_time
+        )
 
     def _receive(self, num_tokens: int) -> None:
         """Before a stage computes a step of so many tokens, padding included."""
@@ -209,13 +218,13 @@ class CudaExecutor:
         sampled = SampledTokens(
             step=batch.step,
             token_ids=[],
-            logprobs=self._sampler.logprobs(logits, slots, ids) if rows else None,
             prompts=prompts,
             adapter_bytes=self.adapters.num_bytes(batch),
         )
+        logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
         self._end_stage()
         # No slots where others sample, and the ids do not come here.
-        self._launched = self._launch(sampled, ids, slots[: len(ids)])
+        self._launched = self._launch(sampled, ids, slots[: len(ids)], logprobs)
         return self._launched
 
     def _sample(

@@ -5,9 +5,10 @@ import time
 import torch
 from torch import Tensor
 
+from penstock.engine.memory.host import to_host
 from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
 from penstock.engine.sampling.grammar_table import GrammarTable
-from penstock.engine.sampling.sampler import failed_rows
+from penstock.engine.sampling.sampler import ReadLogprobs, failed_rows
 from penstock.scheduler.types import SampledTokens
 
 
@@ -45,23 +46,23 @@ class LaunchedStep:
         sampled: SampledTokens,
         ids: Tensor,
         slots: list[int],
+        logprobs: ReadLogprobs | None,
         grammars: GrammarTable,
         ranks: TorchRanks | SoleDevice,
         stage_time: StageTime | None,
     ) -> None:
-        """sampled: all but the ids. ids: (S,) on the device, of the sampling rows, whose slots
-        these are. ranks: those that the device waits for. stage_time: where there are stages."""
+        """sampled: all but the ids and logprobs. ids: (S,) on the device, of the sampling rows,
+        whose slots these are. logprobs: reads those of the rows that want them. ranks: those that
+        the device waits for. stage_time: where there are stages."""
         self.stage_time = stage_time
         self._ranks = ranks
         self._slots = slots
         self._grammars = grammars
         self._constraints = grammars.constraints(slots)
-        self._sampled = sampled
+        self._sampled, self._logprobs = sampled, logprobs
         self._is_complete = False
-        on_gpu = ids.is_cuda
-        self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=on_gpu)
-        self._ids.copy_(ids, non_blocking=True)
-        self._event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._ids = to_host(ids)
+        self._event = torch.cuda.Event() if ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self._event:
             self._event.record()
 
@@ -76,7 +77,9 @@ class LaunchedStep:
         self.wait_for_device()
         ids = self._ids.tolist()
         failed = failed_rows(ids, self._grammars.advance(self._slots, ids, self._constraints))
-        self._sampled = self._sampled._replace(token_ids=ids, failed=failed)
+        logprobs = self._logprobs() if self._logprobs else None
+        self._logprobs = None
+        self._sampled = self._sampled._replace(token_ids=ids, failed=failed, logprobs=logprobs)
         if self.stage_time is not None:
             mean_s = self._ranks.mean_computed_s(self.step, self.stage_time.seconds)
             self._sampled = self._sampled._replace(computed_s=mean_s)

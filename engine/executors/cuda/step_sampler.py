@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode, can_fuse
 from penstock.engine.memory.host import tensor_to_device, to_device
 from penstock.engine.sampling.grammar_table import GrammarTable
-from penstock.engine.sampling.sampler import Sampler
-from penstock.scheduler.types import SamplingParams, SlotAssignment, TokenLogprobs
+from penstock.engine.sampling.sampler import ReadLogprobs, Sampler
+from penstock.scheduler.types import SamplingParams, SlotAssignment
 
 # The modes that graphs are captured with, the one that takes more memory first. Rarer ones would be
 # captured while requests wait; launched after a graph they cost the host some 50 us, which is free.
@@ -107,11 +107,8 @@ class StepSampler:
             ids[index] = chosen.to(ids.dtype)
         return ids
 
-    def logprobs(
-        self, logits: Tensor, slots: list[int], ids: Tensor
-    ) -> list[TokenLogprobs | None] | None:
-        """Returns those of the rows that want them; where none does None, without waiting for the
-        device."""
+    def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> ReadLogprobs | None:
+        """See `Sampler.logprobs`; None where no row wants any."""
         if self._with_logprobs.isdisjoint(slots):
             return None
         return self._eager.logprobs(logits, slots, ids.long())

@@ -70,7 +70,8 @@ class Step:
         self._slots = list(slots)
 
     def logprobs(self) -> list[TokenLogprobs | None] | None:
-        return self.sampler.logprobs(self.logits, self._slots, self.ids)
+        read = self.sampler.logprobs(self.logits, self._slots, self.ids)
+        return None if read is None else read()
 
 
 @pytest.fixture(scope="module")
