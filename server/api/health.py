@@ -31,8 +31,8 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def show_version(request: Request) -> Response:
-    """computed_by is null while the model loads, and on a GPU; the parallel sizes while it
-    loads."""
+    """computed_by is null while the model loads, and mostly on a GPU; the parallel sizes while it
+    loads, and gpu_way on a CPU too. failed_gpu_ways: why each of them is not used."""
     service = service_of(request)
     info = service.model.info if service.is_loaded else None
     return json_response(
@@ -41,6 +41,8 @@ async def show_version(request: Request) -> Response:
             "computed_by": info.computed_by if info else None,
             "tensor_parallel_size": info.tensor_parallel_size if info else None,
             "pipeline_parallel_size": info.pipeline_parallel_size if info else None,
+            "gpu_way": service.engine.info.gpu_way if info else None,
+            "failed_gpu_ways": service.engine.failed_ways if info else {},
         }
     )
 

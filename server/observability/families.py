@@ -2,7 +2,7 @@
 blocks, a quantized model, a device whose peaks are known."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from prometheus_client.core import InfoMetricFamily, Metric
 
@@ -132,6 +132,16 @@ def quantization_metrics(model: ModelInfo) -> Iterator[Metric]:
             "quantization_top1_agreement_ratio",
             "Share of a text's tokens after which both models find the same token likeliest",
             done.top1_agreement,
+        )
+
+
+def gpu_way_metrics(way: str | None, failed: Iterable[str]) -> Iterator[Metric]:
+    """Only a server that computes on a GPU has them."""
+    if way is not None:
+        yield InfoMetricFamily(
+            "penstock_gpu_way",
+            "How the GPU computes, as of --gpu-way, and faster ways that have failed on it",
+            value={"way": way, "failed": ",".join(failed)},
         )
 
 

@@ -32,6 +32,7 @@ from penstock.server.observability.exposition import (
 )
 from penstock.server.observability.families import (
     adapter_metrics,
+    gpu_way_metrics,
     group_metrics,
     quantization_metrics,
     tier_metrics,
@@ -439,6 +440,9 @@ class Metrics(Histograms):
                 "name": self._model_name,
             },
         )
+        if self._client:
+            client = self._client
+            yield from gpu_way_metrics(client.info.gpu_way, client.failed_ways)
         yield from quantization_metrics(model)
         yield gauge(
             "startup_seconds", "Time of each phase of the start", model.load_seconds, "phase"

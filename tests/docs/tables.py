@@ -94,7 +94,7 @@ def metrics() -> str:
 def families() -> list[Metric]:
     """Those of a server that knows its device's peaks, whose policy is fair, with LoRA, with a
     directory for blocks, and with stages."""
-    from penstock.server.observability.families import adapter_metrics
+    from penstock.server.observability.families import adapter_metrics, gpu_way_metrics
     from penstock.server.observability.metrics import Metrics
     from tests.support.known_hardware import on_known_hardware
 
@@ -109,7 +109,8 @@ def families() -> list[Metric]:
         groups=(GroupBlocks(), windowed, recurrent),
         tier=TierStats(PlaceStats(), PlaceStats()),
     )
-    return [*recorded.families(), *adapter_metrics(1, {"a"}, set(), {"a": 1})]
+    adapters = adapter_metrics(1, {"a"}, set(), {"a": 1})
+    return [*recorded.families(), *adapters, *gpu_way_metrics("pdl", ())]
 
 
 def _metric_row(family: Metric) -> tuple[str, ...]:

@@ -88,7 +88,9 @@ _OPERATIONS = {
         ),
         streams=True,
     ),
-    "/version": _Operation("version computed_by tensor_parallel_size pipeline_parallel_size"),
+    "/version": _Operation(
+        "version computed_by tensor_parallel_size pipeline_parallel_size gpu_way failed_gpu_ways"
+    ),
     "/steps": _Operation(
         "version model scheduler prediction_error num_steps front_end_cpu_s steps"
     ),
