@@ -141,7 +141,8 @@ def test_answers_are_the_same_whether_blocks_are_given_back(model: Path, caching
     again = {(name[0], index): ids for (name, index), ids in given_back.ids.items()}
     assert again == kept.ids
     if caching:
-        assert given_back.cached["bb"] == 96
+        # As much as was computed of the other prompt when it came: a short one has passed that.
+        assert given_back.cached["bb"] in (64, 96)
 
 
 @pytest.mark.skipif(not huge_pages.are_possible(), reason="memory that is kept is on huge pages")
