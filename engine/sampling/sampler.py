@@ -19,6 +19,9 @@ are exact in any order: u near 1 cannot overrun, and an id of weight 0 is never 
 would need 151,936 random numbers per row instead of two: on one AVX-512 core (torch 2.13, batch 1)
 torch's own exponential noise takes 2.8 ms, the draw below 0.09 ms, the softmax 0.09 ms.
 
+On a CPU with a compiled step, `engine/native/step/draw.h` does all of this but bias, penalties,
+masks and bans, a row at a time: the same ids, but where a uniform falls between two roundings.
+
 **The generator** is SplitMix64 (Steele, Lea, Flood 2014; constants of Vigna's public-domain code):
 position p uses outputs 2p and 2p+1 of the stream that starts at mix(seed). It can start at any
 point, and takes some 20 torch operations on 64-bit integers, 0.04 ms a step whatever the batch;
