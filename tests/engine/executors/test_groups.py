@@ -142,7 +142,7 @@ def test_answers_are_the_same_whether_blocks_are_given_back(model: Path, caching
     assert again == kept.ids
     if caching:
         # As much as was computed of the other prompt when it came: a short one has passed that.
-        assert given_back.cached["bb"] in (64, 96)
+        assert 64 <= given_back.cached["bb"] <= 96
 
 
 @pytest.mark.skipif(not huge_pages.are_possible(), reason="memory that is kept is on huge pages")
