@@ -10,12 +10,12 @@
 
 struct Draw {
     int64_t rows, size;
-    const float *logits;            // (rows, size)
+    const float *logits;             // (rows, size)
     const int64_t *slots, *lengths;  // (rows): the position that is drawn; a row of slot -1 is left out
     // Of each slot; the rest as in Sampler.assign, where an inverse temperature of 0 takes the likeliest.
     const int64_t *seeds, *top_k;
     const float *inverse_temperatures, *top_p, *log_min_p;
-    int64_t *ids;                   // (rows)
+    int64_t *ids;                    // (rows)
 };
 
 namespace {
@@ -147,7 +147,7 @@ class RowDraw {
         for (++high; high - low > 1;) {
             std::uint32_t places[kPlaces];
             const std::uint32_t step = std::max(1u, (high - low) / (kPlaces + 1));
-            for (int p = 0; p < kPlaces; ++p) places[p] = low + (p + 1) * step;
+            for (int p = 0; p < kPlaces; ++p) places[p] = std::min(low + (p + 1) * step, high - 1);
             double sums[kPlaces] = {};
             for (int64_t start = 0; start < size_; start += kChunk) {
                 Floats parts[kPlaces] = {};
