@@ -15,9 +15,8 @@ from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
 from penstock.engine.models.parts.tensors import Part
 from penstock.engine.native.packing import PATH
 
-# The parts that it computes, and the features that it does not.
+# The parts that it computes.
 _PARTS = {Attention, MLP, Experts, Norms, PerLayerInput}
-_LACKING = {"attention_gates", "shared_expert"}
 # coded_runs.h has room for so many codes of a head.
 _MAX_CODED_HEAD_DIM = 1024
 
@@ -43,8 +42,10 @@ def may_code_kv(config: ModelConfig) -> bool:
 
 def _lacks(part: Part) -> frozenset[str]:
     """Returns what of a part its C++ does not compute."""
+    if isinstance(part, Attention) and part.has_gates and part.norms_whole:
+        return frozenset({"attention_gates with whole_qk_norm"})
     if type(part) in _PARTS:
-        return part.features & _LACKING
+        return frozenset()
     return part.features or frozenset({type(part).__name__})
 
 
@@ -64,5 +65,6 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
             yield "an odd intermediate_size", layer.mlp.size
         if layer.experts is not None:
             yield "experts of an odd size", layer.experts.size
+            yield "a shared expert of an odd size", layer.experts.shared_size
     if config.per_layer_inputs is not None:
         yield "per-layer inputs of an odd size", config.per_layer_inputs.size

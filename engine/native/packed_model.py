@@ -11,7 +11,7 @@ from penstock.engine.memory.pool.kv_codes import Codes, KVPages
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
-from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.native.packing import Packer, check_format, parts
@@ -42,7 +42,10 @@ def pack_model(
         num_layers=config.num_layers,
         hidden=config.hidden_size,
         heads=config.num_heads,
-        mlp=max(*(layer.mlp.size for layer in layers), inputs.shape[1] if inputs else 0),
+        mlp=max(
+            *(max(layer.mlp.size, layer.experts.shared.size) for layer in layers),
+            inputs.shape[1] if inputs else 0,
+        ),
         block_size=pool.layer(0)[0].shape[1],
         kinds=packer.array("Heads", kinds),
         num_kinds=len(kinds),
@@ -113,8 +116,7 @@ def _pack_layer(
     norms, mlp = layer.norms, layer.mlp
     given = {"attention": attention.layer(index)}
     if mlp is not None:
-        gate, up = packer.linears(mlp.gate_up, *[mlp.config.size] * 2)
-        given["mlp"] = packer.filled("MlpLayer", mlp, mlp.config, gate=gate, up=up)
+        given["mlp"] = _pack_mlp(packer, mlp.gate_up, mlp.down, mlp.config.size)
     if layer.experts is not None:
         given["experts"] = _pack_experts(packer, layer.experts, norms.mlp_norm)
     if layer.per_layer_input is not None:
@@ -123,9 +125,13 @@ def _pack_layer(
     return packer.filled("Layer", norms, scalar=scalar, **given)
 
 
+def _pack_mlp(packer: Packer, gate_up: Linear, down: Linear, size: int) -> Structure:
+    gate, up = packer.linears(gate_up, size, size)
+    return structure("MlpLayer")(size=size, gate=gate, up=up, down=packer.linear(down))
+
+
 def _pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) -> Structure:
     """mlp_norm: the norm of what router and experts read where the layer has no MLP."""
-    assert not layer.config.shared_size, "the compiled step has no shared expert"
     num, size = layer.config.num_experts, layer.config.size
     gates_and_ups = packer.linears(layer.gate_up, *[size] * (2 * num))
     downs = packer.linears(layer.down, *[layer.config.hidden_size] * num)
@@ -135,7 +141,11 @@ def _pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) 
     if not layer.config.is_beside_mlp:
         given = dict.fromkeys(("router_norm", "input_norm"), packer.norm(mlp_norm))
         given |= dict.fromkeys(("factors", "mlp_norm", "output_norm"))
-    return packer.filled("ExpertsLayer", layer, each=packer.array("Expert", experts), **given)
+    packed = packer.filled("ExpertsLayer", layer, each=packer.array("Expert", experts), **given)
+    if size := layer.config.shared_size:
+        packed.router[1] = packer.linear(layer.shared_gate)
+        packed.shared = _pack_mlp(packer, layer.shared_gate_up, layer.shared_down, size)
+    return packed
 
 
 def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]:

@@ -159,6 +159,23 @@ class LinearLayers {
     void multiply_active(StepThread &thread, const Linear &linear, Place place) {
         multiply_and_add(thread, linear, {state_.mlp, state_.mlp_step}, state_.active, m_.mlp, place);
     }
+    // activation(gate) * up of an MLP, by the thread that computed both. weights: of each token's, or null.
+    KEEP_APART void gate(StepThread &thread, const MlpLayer &mlp, Source source, Place place,
+                         const float *weights = nullptr) {
+        for_bands(thread, banded_rows(mlp.size) / kBand, s_.tokens, [&](int64_t first, int64_t count, int64_t band) {
+            const Input in = source();
+            float *gate = thread.worker.products.get(), *up = gate + kChunk * kBand;
+            multiply(mlp.gate, in, first, count, band, gate);
+            multiply(mlp.up, in, first, count, band, up);
+            if (adapters_.any()) {
+                adapters_.add(place, 0, band, first, count, gate);
+                adapters_.add(place, 1, band, first, count, up);
+            }
+            for (int64_t i = 0; weights && i < count * kBand; ++i) up[i] *= weights[first + i / kBand];
+            const int64_t columns = std::min(kBand, mlp.size - band * kBand);
+            put_active(mlp.down, gate, up, kBand, count, columns, first, band * kBand);
+        });
+    }
     // activation(gate) * up, where `next` reads it: some columns of tokens, from n and t on.
     KEEP_APART void put_active(const Linear &next, const float *gate, const float *up, int64_t in_step,
                                int64_t tokens, int64_t columns, int64_t t, int64_t n) {

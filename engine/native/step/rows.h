@@ -62,6 +62,12 @@ inline void activate(Activation by, const float *gate, const float *up, int64_t 
     }
 }
 
+inline void multiply_by_sigmoid(const float *gate, int64_t count, float *x) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(x + i, load(x + i) / (1.0f + exp(-load(gate + i))));
+    for (; i < count; ++i) x[i] = (x[i] / (1.0f + exp(-all(gate[i]))))[0];
+}
+
 template <class Out> inline void divide(const float *in, float by, int64_t count, Out *out) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(out + i, load(in + i) / by);

@@ -112,10 +112,12 @@ struct StepThread {
 struct StepState {
     StepState(Workspace &memory, const Step &of)
         : workspace(memory), model(memory.model), step(of),
-          qkv_size(most([&](const Heads &heads) {
-              return (model.heads + 2 * heads.kv_heads) * heads.head_dim;
+          qkv_size(most([](const Layer &layer) {
+              int64_t rows = 0;
+              for (const Linear &linear : layer.attention.qkv) rows += linear.rows;
+              return rows;
           })),
-          attended_size(most([&](const Heads &heads) { return model.heads * heads.head_dim; })),
+          attended_size(most([](const Layer &layer) { return layer.attention.output.columns; })),
           x_step(padded(std::max(model.hidden, attended_size))), mlp_step(padded(model.mlp)),
           expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.num_per_token) {
         const int64_t rows = std::max(step.tokens, step.samples) + kSpare;
@@ -124,7 +126,8 @@ struct StepState {
             change = memory.change.reserve(step.tokens * model.hidden * (are_beside() ? 2 : 1));
         wide = memory.wide.reserve(step.tokens * qkv_size);
         x = memory.x.reserve(rows * x_step);
-        mlp = memory.mlp.reserve(std::max(rows * mlp_step, (expert_rows + kSpare) * expert_step));
+        mlp = memory.mlp.reserve(rows * mlp_step + (expert_rows + kSpare) * expert_step);
+        expert_mlp = mlp + rows * mlp_step;
         reserve_codes();
         for (Worker &worker : memory.workers)
             worker.normalised.reserve((kFew / model.hidden + kSpare) * x_step);
@@ -132,7 +135,7 @@ struct StepState {
 
     // More than there are.
     int64_t num_phases() const {
-        return (13 + (model.experts.num_experts ? 12 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
+        return (13 + (model.experts.num_experts ? 18 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
                 (model.ranks.group ? 5 : 0)) * model.num_layers + 8;
     }
 
@@ -155,15 +158,15 @@ struct StepState {
     const int64_t x_step, mlp_step, expert_step, expert_rows;
     float *residual, *wide, *change = nullptr;
     unsigned char *x;    // of X: normalised, then what the heads have attended to
-    unsigned char *mlp;  // of X: activation(gate) * up
+    unsigned char *mlp, *expert_mlp;  // of X: activation(gate) * up, of MLPs and of experts
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
-    float *mixed = nullptr, *active = nullptr;
+    float *mixed = nullptr, *active = nullptr, *expert_active = nullptr;
     unsigned char *coded = nullptr;
 
   private:
     template <class Of> int64_t most(Of of) const {
         int64_t found = 0;
-        for (int64_t i = 0; i < model.num_kinds; ++i) found = std::max(found, of(model.kinds[i]));
+        for (int64_t l = 0; l < model.num_layers; ++l) found = std::max(found, of(model.layers[l]));
         return found;
     }
     bool are_beside() const { return model.experts.num_experts && model.layers[0].mlp.size; }
@@ -182,13 +185,16 @@ struct StepState {
                                          layer.mlp.down, layer.input.gate, layer.input.projection})
                 count(linear, step.tokens);
             if (!layer.experts.each) continue;
+            count(layer.experts.shared.gate, step.tokens);
+            count(layer.experts.shared.down, step.tokens);
             count(layer.experts.each->gate, step.tokens);
             count(layer.experts.each->down, expert_rows);
         }
         if (!bytes) return;
         coded = workspace.coded.reserve(bytes);
         mixed = workspace.mixed.reserve(step.tokens * attended_size);
-        active = workspace.active.reserve(std::max(step.tokens * model.mlp, expert_rows * model.experts.size));
+        active = workspace.active.reserve(step.tokens * model.mlp + expert_rows * model.experts.size);
+        expert_active = active + step.tokens * model.mlp;
     }
 };
 

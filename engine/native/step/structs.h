@@ -48,6 +48,7 @@ struct AttentionLayer {
     // How much qkv gives after queries: 2 for keys and values; 1 where values are what keys are made of; 0 where the
     // layer reads those of another.
     int64_t kv_parts;
+    int64_t has_gates;  // qkv gives one after each head's query: its sigmoid multiplies what the head has attended to
 };
 
 // ---- MLP ----------------------------------------------------------------------------------------
@@ -65,7 +66,10 @@ struct Expert {
 
 struct ExpertsLayer {
     const Expert *each;  // null where the layer has none. All have the same format and groups of codes.
-    Linear router;       // of plain weights
+    // Both of plain weights; the second without rows where no shared expert computes every token besides, whose weight
+    // is the sigmoid of what it gives.
+    Linear router[2];
+    MlpLayer shared;
     const float *router_norm, *input_norm;  // of what router and experts read
     const float *factors;  // (experts) or null: of the weights of a token's experts
     // These norm what the MLP and the experts give, before both are added, where the layer has an MLP beside them.
@@ -130,7 +134,7 @@ struct Ranks {
 };
 
 struct Model {
-    int64_t num_layers, hidden, heads, mlp, block_size;  // mlp: of the layer that has the most
+    int64_t num_layers, hidden, heads, mlp, block_size;  // mlp: of the layer that has the most, a shared expert's too
     const Heads *kinds;
     int64_t num_kinds;
     double eps;

@@ -28,7 +28,7 @@ from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
-from tests.support.compiler import HAS_COMPILER
+from tests.support.compiler import HAS_COMPILER, needs_compiler
 from tests.support.delta_nets import delta_net_layer
 from tests.support.executors import cpu_executor
 from tests.support.stepping import SteppedEngine, ids_of
@@ -103,17 +103,24 @@ def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
         torch.testing.assert_close(found, expected[0, length:], atol=TOLERANCE, rtol=0)
 
 
-def test_a_model_of_which_every_layer_has_attention_has_no_states(tmp_path: Path) -> None:
-    model = make_model("qwen3_5", layer_types=["full_attention"] * 4)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)])
+def test_a_model_of_which_every_layer_has_attention_has_no_states(
+    native: bool, name: str, tmp_path: Path
+) -> None:
+    model = make_model(name, layer_types=["full_attention"] * 4)
     path = save(model, tmp_path)
     assert not any(ModelConfig.from_dir(path).recurrent)
     prompt = torch.randint(3, 96, (1, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(prompt).logits[0]
-    made = Harness(path)
-    made.token_table[0, :PROMPT_LEN] = prompt
+    made = Harness(path, native=native)
+    made.token_table[:2, :PROMPT_LEN] = prompt
     (found,) = made.run([(0, 0, PROMPT_LEN)])
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    for position in range(9):
+        (one,) = made.run([(1, position, 1)], num_decodes=min(position, 1))
+        torch.testing.assert_close(one[0], expected[position], atol=TOLERANCE, rtol=0)
     config = engine_config(path, quantization=Quantization.INT8)
     assert cpu_executor(config, path).info.num_states == 0
 

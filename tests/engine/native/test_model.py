@@ -177,10 +177,3 @@ def test_layers_that_the_compiled_step_would_take_for_equal_are_refused(tmp_path
     mixed = replace(config, layers=(other.layers[0], *config.layers[1:]))
     with pytest.raises(UnsupportedFeature, match="differ in norms or activations, which the comp"):
         check_features(mixed, torch.float32)
-
-
-def test_a_shared_expert_is_not_compiled_and_refused_by_name(tmp_path: Path) -> None:
-    config = ModelConfig.from_dir(save(make_model("qwen3_moe"), tmp_path))
-    check_features(config, torch.float32)
-    with pytest.raises(UnsupportedFeature, match="has shared_expert, which the compiled CPU step"):
-        check_features(changed(config, experts={"shared_size": 8}), torch.float32)

@@ -135,7 +135,8 @@ class AttentionPhases : PartPhases {
     KEEP_APART void store_keys(Worker &worker, const AttentionLayer &layer, int64_t t, int64_t kv_head) {
         const Kind &kind = kinds_[layer.heads];
         const int64_t d = kind.head_dim;
-        const float *key = state_.wide + t * state_.qkv_size + attended(kind) + kv_head * d;
+        const int64_t queries = attended(kind) * (1 + layer.has_gates);
+        const float *key = state_.wide + t * state_.qkv_size + queries + kv_head * d;
         const float *value = key + (layer.kv_parts - 1) * kind.kv_heads * d;
         float factor = 1.0f;
         if (m_.norms_values) factor = 1.0f / std::sqrt(mean_square(value, d) + float(m_.eps));
@@ -145,6 +146,10 @@ class AttentionPhases : PartPhases {
                                         rotation(layer, kind, t, 1.0f), value, factor);
     }
 
+    // Its gate follows, where it has one.
+    const float *query_of(const AttentionLayer &layer, const Kind &kind, int64_t t, int64_t head) const {
+        return state_.wide + t * state_.qkv_size + head * kind.head_dim * (1 + layer.has_gates);
+    }
     KVPlaces places(const Kind &kind) const { return {m_.block_size, kind.kv_heads, kind.head_dim}; }
     HeadKeys keys_of(const AttentionLayer &layer, const Kind &kind, const Unit &unit, int64_t kv_head) {
         const int64_t row = layer.group * s_.sequences + unit.sequence;
@@ -181,7 +186,7 @@ class AttentionPhases : PartPhases {
                 store_keys(worker, layer, unit.first + t, kv_head);
             const Rotation by = rotation(layer, kind, unit.first + t, factor);
             for (int64_t g = 0; g < group; ++g) {
-                const float *query = state_.wide + (unit.first + t) * state_.qkv_size + (kv_head * group + g) * d;
+                const float *query = query_of(layer, kind, unit.first + t, kv_head * group + g);
                 attention.put_query(t * group + g, normed(worker, kind, query, layer.query_norm), by);
             }
         }
@@ -213,12 +218,13 @@ class AttentionPhases : PartPhases {
         const int64_t d = kind.head_dim, step = banded_rows(d), group = this->group(kind);
         for (int64_t row = 0; row < unit.tokens * group; ++row) {
             const int64_t token = unit.first + row / group;
-            const int64_t column = (kv_head * group + row % group) * d;
-            const float *mixed = all_rows.mixed + row * step;
+            const int64_t head = kv_head * group + row % group, column = head * d;
+            float *mixed = all_rows.mixed + row * step;
             float weight = all_rows.weight[row];
             // A sink is one score more, whose value is 0: once, after all pieces.
             if (layer.sinks)
-                weight += std::exp(layer.sinks[kv_head * group + row % group] - all_rows.peak[row]);
+                weight += std::exp(layer.sinks[head] - all_rows.peak[row]);
+            if (layer.has_gates) multiply_by_sigmoid(query_of(layer, kind, token, head) + d, d, mixed);
             if (is_coded(layer.output))
                 divide(mixed, weight, d, state_.mixed + token * state_.attended_size + column);
             else

@@ -10,6 +10,7 @@ class ExpertsPhases : PartPhases {
     explicit ExpertsPhases(StepContext &context) : PartPhases(context), routing_(state_.workspace.routing) {
         if (!m_.experts.num_experts) return;
         routing_.reserve(s_.tokens, m_.experts.num_experts, m_.experts.num_per_token, kChunk);
+        shared_.resize(s_.tokens);
         if (state_.change) beside_ = state_.change + s_.tokens * m_.hidden;
     }
 
@@ -18,10 +19,13 @@ class ExpertsPhases : PartPhases {
         const ExpertsLayer &layer = m_.layers[index].experts;
         const Linear &gate_of_one = layer.each->gate, &down = layer.each->down;
         const bool is_apart = is_coded(gate_of_one) || layer.input_norm != layer.router_norm;
-        linears_.with_normalised(thread, layer.router_norm, layer.router, [&](Source source) {
-            linears_.multiply_all(thread, &layer.router, 1, source, s_.tokens, {0, kNoStack},
+        linears_.with_normalised(thread, layer.router_norm, layer.router[0], [&](Source source) {
+            linears_.multiply_all(thread, layer.router, 2, source, s_.tokens, {0, kNoStack},
                                   [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                      std::copy_n(y, count, routing_.logits(t) + n);
+                                      if (n < m_.experts.num_experts)
+                                          std::copy_n(y, count, routing_.logits(t) + n);
+                                      else
+                                          shared_[t] = 1.0f / (1.0f + std::exp(-*y));
                                   });
             thread.run(s_.tokens, [&](int64_t t) {
                 routing_.choose(t, m_.experts.is_normed, layer.factors);
@@ -31,9 +35,10 @@ class ExpertsPhases : PartPhases {
         if (is_apart)
             linears_.with_normalised(thread, layer.input_norm, gate_of_one,
                                      [&](Source source) { gate(thread, layer, source); });
+        if (layer.shared.size) add_shared(thread, layer);
         const auto add_all = [&](Source source) { add(thread, layer, source); };
-        if (!is_coded(down)) return add_all([&] { return Input{state_.mlp, state_.expert_step}; });
-        const auto value = [&](int64_t row) { return state_.active + row * m_.experts.size; };
+        if (!is_coded(down)) return add_all([&] { return Input{state_.expert_mlp, state_.expert_step}; });
+        const auto value = [&](int64_t row) { return state_.expert_active + row * m_.experts.size; };
         linears_.with_codes(thread, down, state_.expert_rows, value, add_all);
     }
 
@@ -79,12 +84,20 @@ class ExpertsPhases : PartPhases {
                 const int64_t row = segment.first, n = band * kBand;
                 if (is_coded(expert.down))
                     activate(activation_, gate, up, kBand, segment.count, columns,
-                             state_.active + row * m_.experts.size + n, m_.experts.size);
+                             state_.expert_active + row * m_.experts.size + n, m_.experts.size);
                 else
                     activate_to_x(activation_, gate, up, kBand, segment.count, columns,
-                                  state_.mlp + row * state_.expert_step + n * kActivationBytes, state_.expert_step);
+                                  state_.expert_mlp + row * state_.expert_step + n * kActivationBytes,
+                                  state_.expert_step);
             }
         });
+    }
+    // Adds what the shared expert gives, before that of the others. They have read the residual stream by now.
+    void add_shared(StepThread &thread, const ExpertsLayer &layer) {
+        linears_.with_normalised(thread, layer.input_norm, layer.shared.gate, [&](Source source) {
+            linears_.gate(thread, layer.shared, source, {0, kNoStack}, shared_.data());
+        });
+        linears_.multiply_active(thread, layer.shared.down, {0, kNoStack});
     }
     // Returns what the products of a segment read: its tokens' rows, one after the other.
     Input rows_of_segment(Worker &worker, const Input &all, const Segment &segment) {
@@ -118,7 +131,7 @@ class ExpertsPhases : PartPhases {
             float *c = thread.worker.products.get();
             const int64_t begin = unit * size * kBand;
             const int64_t width = std::min((unit + 1) * size * kBand, m_.hidden) - begin;
-            for (int64_t t = 0; state_.change && t < s_.tokens; ++t)
+            for (int64_t t = 0; state_.change && !layer.shared.size && t < s_.tokens; ++t)
                 std::fill_n(state_.change + t * m_.hidden + begin, width, 0.0f);
             float *all = state_.change ? state_.change : state_.residual;
             for (const Segment &segment : routing_.segments())
@@ -137,6 +150,7 @@ class ExpertsPhases : PartPhases {
     }
 
     Routing &routing_;
+    std::vector<float> shared_;  // the weight of each token's shared expert
     float *beside_ = nullptr;  // what the MLP gives that experts are beside of; it follows change
     const Activation activation_{m_.is_gelu != 0, float(m_.experts.swiglu_alpha), float(m_.experts.swiglu_limit)};
 };
