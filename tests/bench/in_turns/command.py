@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
 
 from penstock.loadtest.bench.config import check_writable
 from penstock.loadtest.bench.results import say, show_text, write_file
 from penstock.loadtest.command_line import INTERRUPTED, BenchParser
 from penstock.loadtest.workload.config import PromptFormat
-from penstock.loadtest.workload.token_counter import tokenizer_counter
+from penstock.loadtest.workload.token_counter import TOKENIZER_FILE, tokenizer_counter
 from penstock.scheduler.errors import InvalidConfig, PenstockError
-from tests.bench.in_turns.cases import parse_cases
+from tests.bench.in_turns.cases import Case, parse_cases
+from tests.bench.in_turns.conversations import Encoder
 from tests.bench.in_turns.machine import is_supported, num_cores
 from tests.bench.in_turns.rounds import PeersConfig, measure
 from tests.bench.in_turns.server import ServerSpec, parse_server
 from tests.bench.in_turns.table import PENSTOCK, Table
+from tests.support.paths import DEMO_MODEL
 
 _DESCRIPTION = """\
 Measure Penstock and other servers in turns, under the same load, and show the
@@ -97,9 +100,10 @@ def peers_config(options: argparse.Namespace) -> PeersConfig:
     ):
         if not value > 0:
             raise InvalidConfig(f"{flag} is {value:g}; it must be more than 0")
+    cases = parse_cases(options.cases)
     return PeersConfig(
         servers=_servers(options),
-        cases=parse_cases(options.cases),
+        cases=cases,
         num_rounds=options.rounds,
         model=options.model or "",
         threads=options.threads,
@@ -107,9 +111,31 @@ def peers_config(options: argparse.Namespace) -> PeersConfig:
         seed=options.seed,
         prompt_format=PromptFormat(options.prompt_format),
         count=None if options.tokenizer is None else tokenizer_counter(options.tokenizer),
+        encode=_encoder(options, cases),
         ready_timeout_s=options.ready_timeout,
         request_timeout_s=options.request_timeout,
     )
+
+
+def _encoder(options: argparse.Namespace, cases: list[Case]) -> Encoder | None:
+    """Of the tokenizer, if a case needs it. Raises InvalidConfig."""
+    needs = [case.name for case in cases if case.num_turns > 1]
+    if not needs or PromptFormat(options.prompt_format) is PromptFormat.TEXT:
+        return None
+    given = options.tokenizer or (Path(options.model) if options.model else DEMO_MODEL)
+    file = given / TOKENIZER_FILE if given.is_dir() else given
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no narrower class
+        raise InvalidConfig(
+            f"--cases {needs[0]} needs the model's tokenizer, and {file} cannot be read ({error}); "
+            "give --tokenizer a directory that has one, or --prompt-format text"
+        ) from error
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode
 
 
 def _servers(options: argparse.Namespace) -> list[ServerSpec]:
@@ -176,7 +202,8 @@ def make_parser() -> BenchParser:
         metavar="LIST",
         default="128x64@1,128x64@8",
         help="tokens of a prompt, x, of an output, @, requests at a time; :shared=N for prompts "
-        "that begin with the same N tokens, :n=N for N requests; commas between cases",
+        "that begin with the same N tokens, :turns=N for conversations, whose turns send all that "
+        "was said before, :n=N for N requests or conversations; commas between cases",
     )
     add("--rounds", type=int, metavar="N", default=4, help="turns of each server")
     add(
@@ -205,7 +232,8 @@ def make_parser() -> BenchParser:
         type=Path,
         metavar="PATH",
         help="a model's directory, a tokenizer.json or a hub id, to count the tokens of servers "
-        "that send no count; default: their events are counted",
+        "that send no count (by default their events are counted), and to make ids of what a "
+        "server said in a conversation (by default the model's)",
     )
     add("--seed", type=int, metavar="N", default=0, help="of the prompts")
     add("--ready-timeout", type=float, metavar="S", default=600.0, help="for the start of a server")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.replay import replay, run
@@ -18,12 +19,16 @@ from penstock.loadtest.workload.token_counter import TokenCounter
 from penstock.loadtest.workload.workload import TimedRequest, make_requests
 from penstock.scheduler.errors import PenstockError
 from tests.bench.in_turns.cases import Case
-from tests.bench.in_turns.machine import CpuUse, busy_processes, cpu_use, snapshot
+from tests.bench.in_turns.conversations import Encoder, converse, summarize_turns
+from tests.bench.in_turns.machine import CpuUse, Snapshot, busy_processes, cpu_use, snapshot
 from tests.bench.in_turns.server import Server, ServerFailed, ServerSpec, started
 
-_PERCENTILES = (50.0, 90.0, 99.0)
+_REPORT = ReportConfig(percentiles=(50.0, 90.0, 99.0))
 # Shorter outputs than were asked for by more than this share are other work.
 _NOTABLE_SHORTFALL = 0.01
+_CONVERSATIONS = "each turn of a conversation sends those before it again"
+# The machine when the measurement began, what was observed, and its summary.
+_Observed: TypeAlias = tuple[Snapshot, Replay, Summary]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class PeersConfig:
     """servers: in the order of the first round. model: of {model}; empty for none.
 
     threads: of {threads}, and OMP_NUM_THREADS. is_busy: a busy process on each core beside.
-    count: counts the tokens of servers that send no count.
+    count: counts the tokens of servers that send no count. encode: of conversations in ids.
     """
 
     servers: list[ServerSpec]
@@ -43,6 +48,7 @@ class PeersConfig:
     seed: int
     prompt_format: PromptFormat
     count: TokenCounter | None
+    encode: Encoder | None
     ready_timeout_s: float
     request_timeout_s: float
 
@@ -75,13 +81,16 @@ def order(servers: list[ServerSpec], number: int) -> list[ServerSpec]:
 def measure(config: PeersConfig, say: Callable[[str], None]) -> Outcome:
     """All rounds. A server that fails loses its further turns and no other server's."""
     outcome = Outcome()
+    num_servers = len(config.servers)
     try:
         for number in range(1, config.num_rounds + 1):
-            for spec in order(config.servers, number):
+            for index, spec in enumerate(order(config.servers, number), start=1):
                 if len(outcome.failures) > len(config.servers) - 2:
                     say("fewer than two servers are left, so there is nothing more to compare")
                     return outcome
                 if spec.name not in outcome.failures:
+                    turn = (number - 1) * num_servers + index
+                    say(f"turn {turn} of {config.num_rounds * num_servers}: {spec.name} starts")
                     _try_turn(config, spec, number, outcome, say)
     except KeyboardInterrupt:
         outcome.is_interrupted = True
@@ -138,12 +147,9 @@ class _Turn:
         self, target: HttpTarget, case: Case, seed: int, busy_pids: list[int]
     ) -> Measurement:
         workload = case.workload(seed, self._config.prompt_format)
-        requests = make_requests(workload)
-        await self._replayed(target, requests[: case.concurrency], case)
-        before = snapshot()
-        observed = await self._replayed(target, requests[case.concurrency :], case)
+        send = self._alone if case.num_turns == 1 else self._conversations
+        before, observed, summary = await send(target, case, make_requests(workload))
         cpu = cpu_use(before, snapshot(), self._server.pid, busy_pids)
-        summary = summarize(observed, ReportConfig(percentiles=_PERCENTILES))
         name = self._server.spec.name
         measured = Measurement(
             round=self._number, server=name, case=case.name, summary=summary, cpu=cpu
@@ -151,11 +157,21 @@ class _Turn:
         at = f"round {self._number}, {name}, {case.name}"
         self._say(f"{at}: {_shown(summary)}")
         warnings = report_warnings(
-            observed, has_due_times=False, cache_advice=cache_advice(workload)
+            observed,
+            has_due_times=False,
+            cache_advice=cache_advice(workload) if case.num_turns == 1 else _CONVERSATIONS,
         )
         for line in [*warnings, *_shortfall(summary, case, name)]:
             self._say(f"{at}: {line}")
         return measured
+
+    async def _alone(
+        self, target: HttpTarget, case: Case, requests: list[TimedRequest]
+    ) -> _Observed:
+        await self._replayed(target, requests[: case.concurrency], case)
+        before = snapshot()
+        observed = await self._replayed(target, requests[case.concurrency :], case)
+        return before, observed, summarize(observed, _REPORT)
 
     async def _replayed(
         self, target: HttpTarget, requests: list[TimedRequest], case: Case
@@ -163,15 +179,32 @@ class _Turn:
         observed = await replay(target, requests, max_concurrency=case.concurrency)
         if observed.is_interrupted:
             raise asyncio.CancelledError
+        self._check(observed, case)
+        return observed
+
+    async def _conversations(
+        self, target: HttpTarget, case: Case, requests: list[TimedRequest]
+    ) -> _Observed:
+        encode, num = self._config.encode, case.concurrency
+        warm_up, measured = case.conversations(requests)
+        observed, _ = await converse(target, warm_up, encode, max_concurrency=num)
+        self._check(observed, case)
+        before = snapshot()
+        observed, by_turn = await converse(target, measured, encode, max_concurrency=num)
+        self._check(observed, case)
+        return before, observed, summarize_turns(observed, by_turn, _REPORT)
+
+    def _check(self, observed: Replay, case: Case) -> None:
+        """Raises ServerFailed."""
         if observed.failed:
             num, error = len(observed.failed), str(observed.failed[0].error)
             advice = ""
             if "ignore_eos" in error:
                 name = self._server.spec.name
                 advice = f"; give --extra-body '{name}={{\"ignore_eos\": null}}'"
-            message = f"{num} of {len(requests)} requests of {case.name} failed: {error}{advice}"
+            total = len(observed.results)
+            message = f"{num} of {total} requests of {case.name} failed: {error}{advice}"
             raise ServerFailed(self._server.with_log(message))
-        return observed
 
 
 def _shown(summary: Summary) -> str:
@@ -181,7 +214,7 @@ def _shown(summary: Summary) -> str:
 
 
 def _shortfall(summary: Summary, case: Case, name: str) -> list[str]:
-    wanted, got = case.num_requests * case.output_len, summary["total_output_tokens"]
+    wanted, got = case.num_output_tokens, summary["total_output_tokens"]
     if got >= wanted * (1 - _NOTABLE_SHORTFALL):
         return []
     return [

@@ -68,7 +68,7 @@ class Table:
         lines = [_machine_line(self._config), *self._server_lines()]
         for case in self._config.cases:
             if len(rows := self._rows(case.name)) > 1:
-                lines += ["", _case_line(case), *aligned(rows)]
+                lines += ["", case_line(case), *aligned(rows)]
         return "\n".join([*lines, "", *self._closing_lines()])
 
     def _server_lines(self) -> list[str]:
@@ -151,7 +151,13 @@ def _machine_line(config: PeersConfig) -> str:
     )
 
 
-def _case_line(case: Case) -> str:
+def case_line(case: Case) -> str:
+    if case.num_turns > 1:
+        return (
+            f"{case.name}: conversations of {case.num_turns} turns, each {case.input_len} new "
+            f"tokens after all before and {case.output_len} out, {case.concurrency} at a time, "
+            f"{case.num_requests} conversations; TTFT is that of turns 2 to {case.num_turns}"
+        )
     shared = f", {case.num_shared} of them shared" if case.num_shared else ""
     return (
         f"{case.name}: prompts of {case.input_len} tokens{shared}, outputs of {case.output_len}, "

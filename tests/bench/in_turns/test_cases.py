@@ -26,6 +26,17 @@ def test_prompts_have_the_length_of_the_case_and_begin_with_what_is_shared() -> 
     assert {request.max_tokens for request in requests} == {5}
 
 
+def test_a_conversation_has_new_tokens_for_each_turn() -> None:
+    (case,) = parse_cases("24x5@2:turns=3")
+    assert case.num_requests == 4 and case.num_output_tokens == 4 * 3 * 5
+    warm_up, measured = case.conversations(make_requests(case.workload(7, PromptFormat.IDS)))
+    assert [len(turns) for turns in warm_up] == [2, 2]
+    assert [len(turns) for turns in measured] == [3, 3, 3, 3]
+    added = [turn.prompt for turns in warm_up + measured for turn in turns]
+    assert {len(each) for each in added} == {24}
+    assert len({tuple(each) for each in added}) == len(added)
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -33,7 +44,9 @@ def test_prompts_have_the_length_of_the_case_and_begin_with_what_is_shared() -> 
         ("", "write IN x OUT @ CONCURRENCY"),
         ("8x8@0", "each number must be at least 1"),
         ("8x8@1:n=0", "each number must be at least 1"),
-        ("8x8@1:shard=4", "there is no shard; choose from shared and n"),
+        ("8x8@1:shard=4", "there is no shard; choose from shared, turns, n"),
+        ("8x8@1:turns=0", "each number must be at least 1"),
+        ("8x8@1:turns=2:shared=4", "turns cannot be combined with shared"),
         ("8x8@1:shared=8", "8 shared tokens leave none of the 8"),
         ("8x8@1,8x8@1", "has 8x8@1 twice"),
     ],

@@ -17,7 +17,7 @@ from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.slow
 
-CASES = "8x8@2:n=4,24x4@1:shared=16:n=2"
+CASES = "8x8@2:n=4,24x4@1:shared=16:n=2,6x3@2:turns=3:n=2"
 
 
 def scripted(name: str, *flags: str) -> list[str]:
@@ -85,6 +85,15 @@ def test_the_slower_server_is_the_slower_one_in_every_number(compared: Compared)
         assert compared.ratio("slow", "output_throughput", case)["num"] == 2
 
 
+def test_a_conversation_grows_by_what_was_said(compared: Compared) -> None:
+    found = [each for each in compared.document["measurements"] if each["case"].endswith("n=2")]
+    (first, *_) = [each for each in found if ":turns" in each["case"]]
+    assert first["summary"]["completed"] == 2 * 3
+    lengths = [turn["input_tokens"] for turn in first["summary"]["turns"]]
+    assert lengths[0] == 6 and lengths[1] > 12 and lengths[2] > lengths[1] + 6
+    assert "conversations of 3 turns, each 6 new tokens" in compared.text
+
+
 def test_a_server_that_fails_is_told_and_loses_its_own_turns_alone(compared: Compared) -> None:
     assert compared.status == 1
     assert compared.document["failures"].keys() == {"small", "absent"}
@@ -107,7 +116,7 @@ def test_an_extra_body_is_of_one_server_and_shorter_outputs_are_told(compared: C
 def test_the_text_has_the_machine_the_ratios_and_the_cpu_of_others(compared: Compared) -> None:
     assert f"{compared.document['processor']}, cores: " in compared.text
     assert "a busy process on each core beside; threads of each server: 1" in compared.text
-    assert compared.text.count("\npenstock/slow ") == 2
+    assert compared.text.count("\npenstock/slow ") == 3
     assert "Other processes meanwhile: " in compared.text
     assert sum(each["cpu"]["server"] for each in compared.document["measurements"]) > 0
 

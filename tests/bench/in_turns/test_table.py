@@ -24,6 +24,7 @@ CONFIG = PeersConfig(
     seed=0,
     prompt_format=PromptFormat.IDS,
     count=None,
+    encode=None,
     ready_timeout_s=1.0,
     request_timeout_s=1.0,
 )

@@ -182,6 +182,9 @@ def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Ten
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
     tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    # A made-up word has no merges: it is a token since it is in the vocabulary. So a text that a
+    # server generated has as many tokens when it is sent back.
+    tokenizer["model"]["ignore_merges"] = True
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     words = (word for word in _words() if word not in vocab)
     for word in itertools.islice(words, vocab_size - len(vocab)):
