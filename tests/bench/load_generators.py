@@ -25,7 +25,7 @@ from penstock.scheduler.errors import PenstockError
 from tests.bench.in_turns.cases import Case, parse_cases
 from tests.bench.in_turns.machine import Snapshot, cores_of, num_cores, processor_name, snapshot
 from tests.bench.in_turns.server import Server, ServerSpec, started
-from tests.bench.peers.compare import made_files
+from tests.bench.peers.compare import made_model
 from tests.bench.peers.install import PEERS, Peer, environment, install
 from tests.bench.peers.models import SHAPES
 from tests.support.paths import ROOT
@@ -380,7 +380,7 @@ def main(argv: list[str]) -> int:
 
 
 def _model(given: str, into: Path) -> str:
-    return str(made_files(given, into, [], "bf16").model if given in SHAPES else Path(given))
+    return str(made_model(given, into) if given in SHAPES else Path(given))
 
 
 def _parser() -> argparse.ArgumentParser:

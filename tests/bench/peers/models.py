@@ -1,5 +1,8 @@
 """Random weights in the shapes of small models that people serve on CPUs, and their conversions.
 
+Quantized checkpoints are compressed-tensors': vLLM for CPUs quantizes no model when it loads it.
+Its kernels for 8 bits, and those that zentorch brings for 8 and 4 bits, take this format.
+
 Speed depends on the shape and not on the values, so that no download is needed. The tokenizer is
 the demo model's, with made-up words up to the vocabulary's size.
 """
@@ -7,6 +10,7 @@ the demo model's, with made-up words up to the vocabulary's size.
 import itertools
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -16,10 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.paths import DEMO_MODEL
+from tests.support.quantized_checkpoints import (
+    FORMATS,
+    QuantizedFormat,
+    compressed,
+    pack_quantized,
+)
 
 _DEVIATION = 0.02  # of weights, as training starts with
 _COMMON: dict[str, Any] = {
@@ -65,6 +75,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
     },
 }
+_GROUP = 32  # as llama.cpp's and ours; 128 does not divide the rows of 135m
+# By the end of a directory's name.
+CHECKPOINTS: dict[str, QuantizedFormat] = {
+    "w8a8": FORMATS["ct-w8a8"],
+    "w4a16": QuantizedFormat(
+        "compressed-tensors W4A16",
+        compressed(
+            "pack-quantized",
+            num_bits=4,
+            type="int",
+            symmetric=True,
+            strategy="group",
+            group_size=_GROUP,
+        ),
+        pack_quantized(4, _GROUP, symmetric=True),
+        "int4",
+    ),
+}
 _QUANTIZED = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
 
 # llama.cpp's converter knows a tokenizer by the hash of what it makes of one text, and refuses all
@@ -100,6 +128,25 @@ def write_model(shape: dict[str, Any], folder: Path) -> None:
     settings["model_max_length"] = shape["max_position_embeddings"]
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "config.json", shape)
+
+
+def write_checkpoint(model: Path, target: Path, quantized: QuantizedFormat) -> None:
+    """A Hugging Face directory of the same model, with the linear layers' weights in codes."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        whole = Path(folder, target.name)
+        shutil.copytree(model, whole)
+        weights: dict[str, Tensor] = {}
+        for name, weight in load_file(model / "model.safetensors").items():
+            if name.endswith("proj.weight"):
+                tensors, _ = quantized.pack(weight.float().numpy())
+                layer = name.removesuffix("weight")
+                weights |= {f"{layer}{end}": each.contiguous() for end, each in tensors.items()}
+            else:
+                weights[name] = weight
+        save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        _write_json(whole / "config.json", config | {"quantization_config": quantized.settings})
+        whole.rename(target)
 
 
 def write_gguf(model: Path, file: Path, llama: Path) -> None:
