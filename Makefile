@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 TORCH_PIN := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 INSTALL_TORCH = $(BIN)/python install_torch.py --build $(or $(TORCH),auto) --index "$(TORCH_INDEX)" $(TORCH_PIN)
 
-.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers bench-gpu gpu-bundle gpu-cache gpu-rehearsal kernel-table docs clean
+.PHONY: serve test test-slow test-fuzz test-schemas test-clients test-models test-llama quality test-ops test-distributed test-chaos test-ladder test-release version dist images dashboard dashboard-picture page-libraries check lint bench-batching bench-scheduler bench-lora bench-front-end bench-event bench-metrics bench-structured bench-cpu peers bench-peers peers-table bench-gpu gpu-bundle gpu-cache gpu-rehearsal kernel-table docs clean
 
 serve: .venv/installed
 	$(BIN)/penstock serve $(MODEL) --port $(PORT) $(ARGS)
@@ -191,6 +191,10 @@ peers: .venv/installed-dev
 SHAPE ?= 135m
 bench-peers: .venv/installed-dev
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers compare $(SHAPE) $(ARGS)
+
+# The same at bfloat16, int8 and int4, with long prompts and conversations: build/peers/peers-$(SHAPE).md.
+peers-table: .venv/installed-dev
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.bench.peers table $(SHAPE) $(ARGS)
 
 # All measurements on one GPU, in two commands of 9 minutes: the second has ARGS="--resume
 # gpu_results/rows.jsonl". ARGS=--list says what takes how long; ARGS=--tiny is a dry run without a GPU.
