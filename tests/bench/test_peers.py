@@ -106,24 +106,22 @@ def test_what_is_installed_is_left_alone(
     assert capsys.readouterr().out.count("is installed in") == len(fit_peers())
 
 
-_AMD, _INTEL = "vendor_id\t: AuthenticAMD\nflags\t\t: ", "vendor_id\t: GenuineIntel\nflags\t\t: "
-
-
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("vendor", "flags", "fits"),
     [
-        (f"{_AMD}fpu avx2 avx512f", None),
-        (f"{_AMD}fpu avx2", "on AMD's processors with AVX-512 alone"),
-        (f"{_INTEL}fpu avx2 avx512f", "on AMD's processors alone"),
+        ("AuthenticAMD", "fpu avx2 avx512f avx512_bf16", True),
+        ("AuthenticAMD", "fpu avx2 avx512f", False),
+        ("AuthenticAMD", "fpu avx2", False),
+        ("GenuineIntel", "fpu avx2 avx512f avx512_bf16", False),
     ],
 )
-def test_zentorch_is_left_out_where_vllm_would_not_use_it(
-    text: str, reason: str | None, tmp_path: Path
+def test_zentorch_is_left_out_where_it_would_not_be_used_or_would_crash(
+    vendor: str, flags: str, fits: bool, tmp_path: Path
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(text)
-    found = why_no_zentorch(cpuinfo)
-    assert found is None if reason is None else found is not None and reason in found
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {flags}\n")
+    reason = why_no_zentorch(cpuinfo)
+    assert reason is None if fits else reason and "AVX-512" in reason and "\n" not in reason
 
 
 def test_a_peer_that_is_left_out_is_one_line_and_the_others_go_on(

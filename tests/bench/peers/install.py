@@ -98,16 +98,15 @@ def _zentorch(home: Path, requirements: tuple[str, ...]) -> None:
 
 
 def why_no_zentorch(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """By vLLM's rule, which is `_is_amd_zen_cpu` in vllm/platforms/__init__.py."""
+    """By vLLM's rule (`_is_amd_zen_cpu` in vllm/platforms/__init__.py), and what its kernels need.
+
+    Without bfloat16 of AVX-512 those raise an error, and without AVX-512 they end the process.
+    """
     words = cpuinfo.read_text(encoding="utf-8").split()
-    if "AuthenticAMD" in words and any(word.startswith("avx512") for word in words):
+    if {"AuthenticAMD", "avx512_bf16"} <= {*words}:
         return None
-    return (
-        "vLLM uses zentorch on AMD's processors with AVX-512 alone, and this is "
-        f"{processor_name()} without it"
-        if "AuthenticAMD" in words
-        else f"vLLM uses zentorch on AMD's processors alone, and this is {processor_name()}"
-    )
+    needs = "vLLM uses zentorch on AMD's processors with AVX-512 and its bfloat16 alone"
+    return f"{needs}, and this one ({processor_name()}) is not such"
 
 
 def _llama(home: Path, requirements: tuple[str, ...]) -> None:

@@ -78,7 +78,7 @@ def _measured(
         found, left_out = usable(peers, into, make)
         file = into / "comparison.json"
         file.unlink(missing_ok=True)
-        status = 0
+        status, versions = 0, _versions(found)  # of what is measured, not of a later commit
         if found:
             wanted = ["--cases", options.cases, "--result-filename", str(file), *more]
             command = comparison(shape, into, found, options.threads, weights, wanted)
@@ -87,7 +87,7 @@ def _measured(
         part = {
             "shape": shape,
             "weights": weights,
-            "versions": _versions(found),
+            "versions": versions,
             "left_out": left_out,
             "is_interrupted": status == INTERRUPTED,
             "comparison": json.loads(file.read_text(encoding="utf-8")) if file.exists() else None,
