@@ -74,7 +74,8 @@ constexpr int kTileRows = 12, kTileVectors = 2;  // of 32 registers
 #elif defined(__aarch64__)
 constexpr int kTileRows = 6, kTileVectors = 4;  // of 32 registers
 #else
-constexpr int kTileRows = 6, kTileVectors = 2;  // of 16 registers
+// Of 16 registers: one is left for what GCC 12 would else keep in memory.
+constexpr int kTileRows = 5, kTileVectors = 2;
 #endif
 
 // total[i][j] += x_i * w_j, for the `group` numbers of k at x, and those of kLanes columns at each w.
