@@ -160,6 +160,9 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
     const float *x_scales = x.scales(row);
     const std::int32_t *sums = x.sums(row);
     const int64_t step = x.step, step4 = x.step / 4;
+#if defined(PENSTOCK_HALF_SUMS)
+    const WideRows<R> wide(from + first * w.group, step, kTable ? (last - first) * w.group : 0);
+#endif
     for (int64_t n = 0; n < kBand; n += V * kLanes) {
         Floats total[R][V];
         for (int i = 0; i < R; ++i)
@@ -172,33 +175,55 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
                 const Ints begin = kMinima ? Ints{} : Ints{} - offset * sums[i * step4 + g];
                 for (int j = 0; j < V; ++j) dot[i][j] = begin;
             }
-            auto add = [&](int64_t k, Words (&quads)[V]) {
-#if defined(PENSTOCK_SIGNED_BYTES)
-                if constexpr (kTable)
-                    for (int j = 0; j < V; ++j) quads[j] = quads[j] ^ flip;
-#endif
-#pragma GCC unroll 16
-                for (int i = 0; i < R; ++i) {
-                    const Words one = keep((Words)every(from + i * step + k));
-#pragma GCC unroll 2
-                    for (int j = 0; j < V; ++j) dot[i][j] = add_quads(dot[i][j], quads[j], one);
-                }
-            };
             const int64_t begin = g * w.group, end = begin + w.group;
             for (int64_t k = begin; k < end; k += 16, p += chunk_bytes) {
                 // Codes of 4 bits are read faster without it where there is little to compute.
                 if ((kHigh || R > 3) && n == 0)
                     for (int64_t line = 0; line < chunk_bytes; line += 64)
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
-                auto add_eight = [&]<int kPair>() {
+                const auto unpack = [&]<int kPair>(auto add) {
                     Words low[V], high[V];
                     for (int j = 0; j < V; ++j)
                         unpack_eight<kBits, kTable, kPair>(w, p, n + j * kLanes, low[j], high[j]);
                     add(k + 8 * kPair, low);
                     add(k + 8 * kPair + 4, high);
                 };
-                add_eight.template operator()<0>();
-                add_eight.template operator()<1>();
+                const auto add_rows = [&](Ints(&to)[R][V], auto added, int64_t at, const Words(&quads)[V]) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < R; ++i) {
+                        const Words one = keep((Words)every(from + i * step + at));
+#pragma GCC unroll 2
+                        for (int j = 0; j < V; ++j) to[i][j] = added(to[i][j], quads[j], one);
+                    }
+                };
+#if defined(PENSTOCK_HALF_SUMS)
+                Ints sums[R][V] = {};
+                const auto add = [&](int64_t at, const Words(&quads)[V]) {
+                    if constexpr (kTable)
+                        for (int j = 0; j < V; ++j) add_wide(dot, j, wide, at / 4 - first * w.group / 4, quads[j]);
+                    else
+                        add_rows(sums, add_pairs_of_bytes, at, quads);
+                };
+                const auto flush = [&] {
+                    for (int i = 0; i < R; ++i)
+                        for (int j = 0; j < V; ++j) dot[i][j] += whole_sums(sums[i][j]), sums[i][j] = Ints{};
+                };
+                unpack.template operator()<0>(add);
+                // Sums of 16 bits hold the products of 16 columns with codes of 5 bits, or of 8 with those of 6.
+                if constexpr (kBits == 6) flush();
+                unpack.template operator()<1>(add);
+                if constexpr (!kTable) flush();
+#else
+                const auto add = [&](int64_t at, Words(&quads)[V]) {
+#if defined(PENSTOCK_SIGNED_BYTES)
+                    if constexpr (kTable)
+                        for (int j = 0; j < V; ++j) quads[j] = quads[j] ^ flip;
+#endif
+                    add_rows(dot, add_quads, at, quads);
+                };
+                unpack.template operator()<0>(add);
+                unpack.template operator()<1>(add);
+#endif
             }
             const float *of_group_at = numbers + parts * (g - first) * kBand + n;
 #pragma GCC unroll 2

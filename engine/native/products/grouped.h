@@ -23,12 +23,20 @@ typedef std::int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4), ma
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kGroupedRows = 6;  // of 32 registers: a sum of the group and a total of each result
+#elif defined(__AVX2__)
+constexpr int kGroupedRows = 3;  // of 16 registers: a sum of the group for each result
 #else
 constexpr int kGroupedRows = 2;  // of 16 registers
 #endif
 constexpr int kGroupedVectors = 2;
 
 // ---- Sums of four products of bytes ---------------------------------------------------------------------
+
+// Where an instruction adds pairs of products of bytes in 16 bits alone.
+#if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || \
+    (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
+#define PENSTOCK_HALF_SUMS 1
+#endif
 
 #if defined(__ARM_FEATURE_DOTPROD) || defined(PENSTOCK_PAIRED_BYTES)
 #define PENSTOCK_SIGNED_BYTES 1  // it multiplies signed bytes with signed ones
@@ -42,25 +50,37 @@ inline Ints add_quads(Ints total, Words w, Words x) {
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)w, (__m256i)x);
 #elif defined(PENSTOCK_SIGNED_BYTES)
     return (Ints)vdotq_s32((int32x4_t)total, (int8x16_t)w, (int8x16_t)x);
-#elif defined(__AVX512BW__)
-    // By way of 16 bits: the instruction for bytes would saturate.
-    const __m512i even = _mm512_madd_epi16((__m512i)(w & 0x00ff00ff),
-                                           _mm512_srai_epi16((__m512i)(x << 8), 8));
-    const __m512i odd = _mm512_madd_epi16((__m512i)(w >> 8 & 0x00ff00ff),
-                                          _mm512_srai_epi16((__m512i)x, 8));
-    return total + ((Ints)even + (Ints)odd);
-#elif defined(__AVX2__)
-    const __m256i even = _mm256_madd_epi16((__m256i)(w & 0x00ff00ff),
-                                           _mm256_srai_epi16((__m256i)(x << 8), 8));
-    const __m256i odd = _mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff),
-                                          _mm256_srai_epi16((__m256i)x, 8));
-    return total + ((Ints)even + (Ints)odd);
 #else
     for (int i = 0; i < 4; ++i)
         total += (Ints)(w >> 8 * i & 0xff) * ((Ints)(x << (24 - 8 * i)) >> 24);
     return total;
 #endif
 }
+
+#if defined(PENSTOCK_HALF_SUMS)
+typedef std::int16_t Shorts __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+// So many columns' products with codes of at most 15 fit in sums of 16 bits: 16 of them, of at most 15 * 127.
+constexpr int64_t kHalfSumColumns = 32;
+
+// In each half of a lane, its sum of 16 bits and the products of two unsigned bytes of w with signed ones of x.
+inline Ints add_pairs_of_bytes(Ints sums, Words w, Words x) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+#else
+    return (Ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+#endif
+}
+// In each lane, the sum of the products of two numbers of 16 bits.
+inline Ints products_of_shorts(Words w, Ints x) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#endif
+}
+inline Ints whole_sums(Ints sums) { return products_of_shorts(Words{} + 0x00010001u, sums); }
+#endif
 
 // Names what computes that, for people to read.
 inline std::string code_instructions() {
@@ -315,6 +335,89 @@ inline void add_up_pairs(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, 
 }
 #endif
 
+#if defined(PENSTOCK_HALF_SUMS)
+// Adds a group's products with codes of at most 15 to R rows' sums.
+template <int R>
+inline void add_up_nibbles(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, int64_t step,
+                           const unsigned char *p, int64_t group, bool prefetches) {
+    constexpr int V = kGroupedVectors;
+    constexpr int64_t kRow = 4 * kBand;
+    for (int64_t k = 0; k < group;) {
+        Ints sums[R][V] = {};
+        for (const int64_t end = std::min(group, k + kHalfSumColumns); k < end; k += 8, p += kRow) {
+            if (prefetches)
+                for (int64_t line = 0; line < kRow; line += 64)
+                    __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+            Words low[V], high[V];
+            for (int j = 0; j < V; ++j) {
+                const Words both = reinterpret_cast<const Words *>(p)[j];
+                low[j] = keep(both & 0x0f0f0f0fu);
+                high[j] = keep(both >> 4 & 0x0f0f0f0fu);
+            }
+            const auto add = [&](int64_t at, const Words(&quads)[V]) {
+#pragma GCC unroll 16
+                for (int i = 0; i < R; ++i) {
+                    const Words one = keep((Words)every(x + i * step + at));
+#pragma GCC unroll 2
+                    for (int j = 0; j < V; ++j) sums[i][j] = add_pairs_of_bytes(sums[i][j], quads[j], one);
+                }
+            };
+            add(k, low), add(k + 4, high);
+        }
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < V; ++j) dot[i][j] += whole_sums(sums[i][j]);
+    }
+}
+
+// R rows of x in 16 bits: of each four numbers the first and the third in one word, the others in another.
+template <int R> struct WideRows {
+    std::int32_t even[R][kBlock / 4 + kLanes], odd[R][kBlock / 4 + kLanes];
+
+    WideRows(const std::int8_t *x, int64_t step, int64_t columns) {
+        for (int i = 0; i < R; ++i)
+            for (int64_t k = 0; k < columns; k += 4 * kLanes) {
+                const Words quads = *reinterpret_cast<const Words *>(x + i * step + k);
+                const auto shorts = (Shorts)quads;
+                *reinterpret_cast<Shorts *>(even[i] + k / 4) = shorts << 8 >> 8;
+                *reinterpret_cast<Shorts *>(odd[i] + k / 4) = shorts >> 8;
+            }
+    }
+};
+
+// Adds the products of quads with word `at` of `x` to the sums of kLanes results.
+template <int R>
+inline void add_wide(Ints (&dot)[R][kGroupedVectors], int j, const WideRows<R> &x, int64_t at, Words quads) {
+    const Words even = keep(quads & 0x00ff00ffu), odd = keep(quads >> 8 & 0x00ff00ffu);
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+        dot[i][j] += products_of_shorts(even, every(x.even[i] + at));
+        dot[i][j] += products_of_shorts(odd, every(x.odd[i] + at));
+    }
+}
+
+// Adds a group's products to R rows' sums; the group begins at word `from` of `x`.
+template <int R, Kind kKind>
+inline void add_up_bytes(Ints (&dot)[R][kGroupedVectors], const WideRows<R> &x, int64_t from,
+                         const unsigned char *p, const Grouped &w, bool prefetches) {
+    constexpr int64_t kRow = 4 * kBand, kQuads = kKind == kBytes ? 1 : 2;
+    for (const int64_t end = from + w.group / 4; from < end; from += kQuads, p += kRow) {
+        if (prefetches)
+            for (int64_t line = 0; line < kRow; line += 64)
+                __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+#pragma GCC unroll 2
+        for (int j = 0; j < kGroupedVectors; ++j) {
+            const Words codes = reinterpret_cast<const Words *>(p)[j];
+            if constexpr (kKind == kBytes) {
+                add_wide(dot, j, x, from, codes);
+            } else {
+                add_wide(dot, j, x, from, looked_up(w.table, codes & 0x0f0f0f0fu));
+                add_wide(dot, j, x, from + 1, looked_up(w.table, codes >> 4 & 0x0f0f0f0fu));
+            }
+        }
+    }
+}
+#endif
+
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
 __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
@@ -333,6 +436,10 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
     const float *x_scales = x.scales(row);
     const std::int32_t *sums = x.sums(row);
     const int64_t step = x.step, step4 = x.step / 4;
+#if defined(PENSTOCK_HALF_SUMS)
+    const int64_t columns = kKind == kNibbles ? 0 : (last - first) * w.group;
+    const WideRows<R> wide(from + first * w.group, step, columns);
+#endif
     for (int64_t n = 0; n < kBand; n += V * kLanes) {
         Floats total[R][V];
         for (int i = 0; i < R; ++i)
@@ -363,6 +470,12 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
             constexpr bool kIsPaired = R > 1;
             if constexpr (kIsPaired)
                 add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, prefetches);
+#elif defined(PENSTOCK_HALF_SUMS)
+            constexpr bool kIsPaired = true;
+            if constexpr (kKind == kNibbles)
+                add_up_nibbles<R>(dot, from + begin, step, p, w.group, prefetches);
+            else
+                add_up_bytes<R, kKind>(dot, wide, (begin - first * w.group) / 4, p, w, prefetches);
 #else
             constexpr bool kIsPaired = false;
 #endif
