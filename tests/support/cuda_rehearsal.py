@@ -101,6 +101,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
+    "qwen3_moe": {  # a mixture, with Qwen3-30B-A3B's number of experts
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_scaling": None,
+        "num_hidden_layers": 2,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
     # Weights in codes.
     "codes-int4": {"num_hidden_layers": 2, "quantization_config": FORMATS["awq"].settings},
     "codes-fp8": {

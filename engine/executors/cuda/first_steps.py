@@ -17,6 +17,8 @@ from penstock.scheduler.types import (
     TableUpdate,
 )
 
+_LARGE_SIZES = (1024, 2048, 4096, 8192)
+
 # All sampling options at once, for the largest step; filters alone; and greedy.
 _COSTLY = SamplingParams(
     max_tokens=1,
@@ -42,11 +44,12 @@ def small_steps(
     scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
 ) -> Iterator[ScheduledBatch]:
     """One of prompts and one of decodes for each sampling mode, one of both, and numbers of rows
-    and of tokens that take each path through a layer."""
+    and of tokens that take each path through a layer, but for that of `largest_step`."""
     max_num_seqs = scheduler.max_num_seqs
-    for size in (*TILE_ROWS, MAX_TILED_ROWS + 1):
-        counts = [1] * size if size < max_num_seqs else [size]
-        if size <= scheduler.max_step_tokens and counts[0] <= max_model_len:
+    # Tiles of a mixture's rows grow with the number of tokens.
+    for size in (*TILE_ROWS, MAX_TILED_ROWS + 1, *_LARGE_SIZES):
+        if size < scheduler.max_step_tokens:
+            counts = _spread(size, max_num_seqs, max_model_len)
             yield _prompts(counts, block_size, num_groups, _GREEDY)
     for num_rows in sorted({1, min(MAX_ROWS, max_num_seqs), max_num_seqs}):
         for sampling in (_COSTLY, _FILTERED, _GREEDY):
@@ -62,14 +65,19 @@ def largest_step(
     scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
 ) -> ScheduledBatch:
     """The most tokens and sampling rows that a step may have, all in block 0, with all options."""
-    num_rows = scheduler.max_num_seqs
-    counts = [1] * num_rows
-    left = scheduler.max_step_tokens - num_rows
-    for row in range(num_rows):
+    counts = _spread(scheduler.max_step_tokens, scheduler.max_num_seqs, max_model_len)
+    return _prompts(counts, block_size, num_groups, _COSTLY)
+
+
+def _spread(num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[int]:
+    """So many tokens, or as many as there can be, over as many rows as there can be."""
+    counts = [1] * min(num_tokens, max_num_seqs)
+    left = num_tokens - len(counts)
+    for row in range(len(counts)):
         more = min(left, max_model_len - 1)
         counts[row] += more
         left -= more
-    return _prompts(counts, block_size, num_groups, _COSTLY)
+    return counts
 
 
 def _prompts(

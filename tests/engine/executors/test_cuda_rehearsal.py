@@ -90,6 +90,20 @@ def test_recurrent_states_are_in_graphs_too() -> None:
     assert [graph["new_zeros"] for graph in graphs] == [2] * 6
 
 
+def test_a_mixture_sorts_its_rows_in_one_launch() -> None:
+    report = rehearsal("1", "qwen3_moe")
+    check_serving(report)
+    decode = report["decode"]
+    assert decode["launches"] == [] and decode["operations_in_graph"] == ["add_"]  # of the end
+    # Of three sequences, which are padded to four; QKV, output and the router in two layers.
+    layers = {"_skinny": 7, "_route": 2, "_sort": 2, "_gate_up": 2, "_down": 2}
+    assert {name: decode["launches_in_graph"][name] for name in layers} == layers
+    # As many as a dense model's.
+    graphs = report["operations_in_chunk_graphs"]
+    assert [graph["fill_"] + graph["new_zeros"] for graph in graphs] == [2] * 6
+    assert not any({"sort", "scatter_add_", "cumsum"} & graph.keys() for graph in graphs)
+
+
 def test_blocks_go_to_pinned_memory_and_come_back_and_their_kernels_are_compiled_before() -> None:
     report = rehearsal("1", "fp8", "--offload")
     check_serving(report)

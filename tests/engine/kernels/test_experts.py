@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -14,12 +15,8 @@ from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.formats.fp8.config import Fp8
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts
-from penstock.engine.models.parts.experts.kernels.routing import (
-    FEW_ROWS,
-    MANY_ROWS,
-    route,
-    tiles_of,
-)
+from penstock.engine.models.parts.experts.kernels import routing
+from penstock.engine.models.parts.experts.kernels.routing import route, tiles_of
 from penstock.engine.models.parts.experts.layer import routes
 from penstock.engine.models.parts.mlp.config import Activation
 from penstock.scheduler.errors import InvalidConfig
@@ -45,24 +42,75 @@ def test_tokens_are_routed_as_torch_routes_them(
     torch.testing.assert_close(found.weights, weights)
 
 
-@pytest.mark.parametrize(("num_tokens", "rows"), [(1, FEW_ROWS), (9, FEW_ROWS), (70, MANY_ROWS)])
-def test_every_row_is_in_one_tile_with_others_of_its_expert(num_tokens: int, rows: int) -> None:
-    chosen = routes(EXPERTS, random(num_tokens, 5))[0].int()
-    tiles = tiles_of(chosen, 5)
-    assert tiles.rows == rows
-    order, found = tiles.order.tolist(), []
-    for expert, first, count in zip(
-        tiles.experts.tolist(), tiles.firsts.tolist(), tiles.counts.tolist(), strict=True
-    ):
-        assert count <= rows
-        taken = order[first : first + count]
-        assert {chosen.flatten().tolist()[row] for row in taken} <= {expert}
-        found += taken
-    assert sorted(found) == list(range(2 * num_tokens))
+def _mixed(kind: str, num_tokens: int, num_experts: int, each: int) -> Tensor:
+    """Experts of each token, (T, each) int32."""
+    if kind == "one":
+        return torch.full((num_tokens, each), num_experts // 2, dtype=torch.int32, device=DEVICE)
+    if kind == "the last two":
+        rows = torch.arange(num_tokens * each, dtype=torch.int32, device=DEVICE)
+        return num_experts - 1 - rows.view(-1, each) % 2
+    chosen = random(num_tokens, num_experts).topk(each).indices.int()
+    if kind == "not a number":  # see the next test
+        chosen[::3] = num_experts - 1
+    return chosen
+
+
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value)")  # by the interpreter
+def test_a_token_without_numbers_has_the_last_expert() -> None:
+    logits = random(2, 60)
+    logits[0] = float("nan")
+    found = route(logits, 4, is_normed=True).experts.tolist()
+    assert found == [[59] * 4, logits[1].topk(4).indices.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["random", "one", "the last two", "not a number"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 70, 700])  # 700 of 8 are two chunks of rows
+@pytest.mark.parametrize(("num_experts", "each"), [(5, 2), (8, 8), (60, 4), (128, 8), (512, 8)])
+def test_rows_are_sorted_into_tiles_as_torch_sorts_them(
+    num_experts: int, each: int, num_tokens: int, kind: str
+) -> None:
+    chosen = _mixed(kind, num_tokens, num_experts, each)
+    tiles = tiles_of(chosen, num_experts)
+    assert tiles.rows in (16, 32, 64, 128)
+    flat = chosen.flatten().long()
+    assert tiles.order.tolist() == flat.sort(stable=True).indices.tolist()
+    found = list(zip(*(each.tolist() for each in tiles[2:]), strict=True))
+    assert len(found) <= min(len(flat), len(flat) // tiles.rows + num_experts)
+    assert all(0 <= expert < num_experts for expert, _, _ in found)
+    assert [tile for tile in found if tile[2]] == _tiles_by_torch(flat, num_experts, tiles.rows)
+
+
+def _tiles_by_torch(experts: Tensor, num_experts: int, rows: int) -> list[tuple[int, int, int]]:
+    """Expert, first row and count of each tile that has rows."""
+    counts = experts.bincount(minlength=num_experts)
+    starts = counts.cumsum(0) - counts
+    return [
+        (expert, start + done, min(rows, count - done))
+        for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True))
+        for done in range(0, count, rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "rows"),
+    [(1, 128, 16), (255, 128, 16), (256, 128, 32), (512, 128, 64), (1024, 128, 128),
+     (16384, 128, 128), (1024, 512, 32), (64, 8, 128)],
+)  # fmt: skip
+def test_a_tile_has_at_most_twice_the_rows_of_an_average_expert(
+    num_tokens: int, num_experts: int, rows: int
+) -> None:
+    """For 8 of each token, on a Hopper, which is supposed where there is no GPU."""
+    chosen = torch.zeros(num_tokens, 8, dtype=torch.int32, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "max_shared_bytes", lambda: 227 * 1024)
+        patch.setattr(routing, "_sort", {(num_experts,): lambda *_, **__: None})
+        assert tiles_of(chosen, num_experts).rows == rows
+        patch.setattr(routing, "max_shared_bytes", lambda: 99 * 1024)
+        assert tiles_of(chosen, num_experts).rows == min(rows, 64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 12, 70])
+@pytest.mark.parametrize("num_tokens", [1, 2, 12, 70, 90, 200])
 @pytest.mark.parametrize("clamp", [None, (1.702, 0.5)])  # gpt-oss's, which has biases too
 @torch.inference_mode()
 def test_experts_give_what_torch_gives(

@@ -1,4 +1,4 @@
-"""A layer's experts on the GPU: five kernels of few tokens, and a sort before them of more."""
+"""A layer's experts on the GPU: the router, four kernels for one token, and five for more."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.fused_linear import fused_linear, product
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.experts.kernels.products import down, gate_up
-from penstock.engine.models.parts.experts.kernels.routing import route, tiles_of
+from penstock.engine.models.parts.experts.kernels.routing import FEW_ROWS, Tiles, route, tiles_of
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 
 EXPERTS_PATH = "the GPU's step for experts"
@@ -24,6 +24,10 @@ class FusedExperts:
         self._layer = layer
         self._router = fused_linear(layer.router)
         self._gate_up, self._down = plain(layer.gate_up), plain(layer.down)
+        # One token's rows are tiles of their own, as its experts are different.
+        each, device = layer.config.num_per_token, self._down.weight.device
+        numbers = torch.arange(each, dtype=torch.int32, device=device)
+        self._single = Tiles(FEW_ROWS, numbers, numbers, numbers, torch.ones_like(numbers))
         if layer.config.shared_size:
             self._shared_gate_up = fused_linear(layer.shared_gate_up)
             self._shared_down = fused_linear(layer.shared_down)
@@ -59,7 +63,10 @@ class FusedExperts:
         experts, factors = self._layer.config, self._layer.factors
         each, is_normed = experts.num_per_token, experts.is_normed
         routes = route(logits, each, is_normed=is_normed, factors=factors)
-        tiles = tiles_of(routes.experts, experts.num_experts)
+        if len(x) == 1:
+            tiles = self._single._replace(experts=routes.experts[0])
+        else:
+            tiles = tiles_of(routes.experts, experts.num_experts)
         active, out = x.new_empty(len(tiles.order), experts.size), x.new_empty(x.shape)
         gate_up(x, self._gate_up, tiles, experts, active)
         down(active, self._down, tiles, routes.weights, out)

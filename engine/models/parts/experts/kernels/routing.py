@@ -1,9 +1,8 @@
 """Which experts compute a token, and tiles of rows of one expert, without a word to the host.
 
-A row is a pair of a token and one of its experts, numbered as `Routes` has them. With few tokens
-each row is a tile of its own: they rarely share an expert, and sorting takes longer than reading a
-weight twice from the cache. With more, rows are sorted by expert, and each expert's fill tiles of
-their own, the last of which may have fewer: as in vLLM's `moe_align_block_size`.
+A row is a pair of a token and one of its experts, numbered as `Routes` has them. Rows are sorted by
+expert, and each expert's fill tiles of their own, the last of which may have fewer: as vLLM's and
+SGLang's `moe_align_block_size`, which take four kernels for it, or one with atomic counters.
 """
 
 from typing import NamedTuple
@@ -14,12 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
-from penstock.engine.kernels.sizes import ceil_div, next_power_of_2
+from penstock.engine.kernels.sizes import max_shared_bytes, next_power_of_2
 
-# The most tokens whose rows are tiles of their own.
-MAX_PAIRED_TOKENS = 8
-# The left operand of a product has so many rows at least.
-FEW_ROWS, MANY_ROWS = 16, 64
+# The left operand of a product has so many rows at least. With more, a weight is read less often
+# from the cache, and rows that a tile lacks cost more.
+FEW_ROWS, MANY_ROWS = 16, 128
+# Of a block with tiles of so many; other devices than Hopper and data-centre Blackwell have less.
+_SHARED_BYTES = 192 * 1024
+# Rows that a program looks at, and tiles that it writes, at a time.
+_CHUNK, _TILES = 4096, 64
 
 
 class Routes(NamedTuple):
@@ -58,25 +60,58 @@ def route(
 
 def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
     """experts: as in `Routes`."""
-    flat, device = experts.flatten(), experts.device
-    num_rows = len(flat)
-    numbers = torch.arange(num_rows, dtype=torch.int32, device=device)
-    if len(experts) <= MAX_PAIRED_TOKENS:
-        return Tiles(FEW_ROWS, numbers, flat, numbers, torch.ones_like(numbers))
-    rows = MANY_ROWS if num_rows > FEW_ROWS * num_experts else FEW_ROWS
-    order = flat.sort(stable=True).indices.int()
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    counts.scatter_add_(0, flat.long(), torch.ones_like(flat))
-    starts = counts.cumsum(0) - counts
-    tiles_each = (counts + (rows - 1)).div(rows, rounding_mode="floor")
-    ends = tiles_each.cumsum(0)
+    num_rows = experts.numel()
+    # At most twice as many as an expert has on average: so vLLM's measurements choose them on an
+    # H200 (its E=128,N=768 and E=512,N=512 of 8 and 10 experts a token, and E=8,N=14336).
+    rows = max(FEW_ROWS, next_power_of_2(num_rows // num_experts + 1))
+    rows = min(rows, MANY_ROWS if max_shared_bytes() >= _SHARED_BYTES else MANY_ROWS // 2)
+    order = torch.empty(num_rows, dtype=torch.int32, device=experts.device)
     # As many as there can be; the host does not know how many there are.
-    num_tiles = min(num_rows, ceil_div(num_rows, rows) + min(num_experts, num_rows))
-    tile = torch.arange(num_tiles, device=device)
-    expert = torch.searchsorted(ends, tile, right=True).clamp_(max=num_experts - 1)
-    done = (tile - (ends - tiles_each)[expert]) * rows
-    left = (counts[expert] - done).clamp_(0, rows)
-    return Tiles(rows, order, expert.int(), (starts[expert] + done).int(), left.int())
+    num_tiles = min(num_rows, num_rows // rows + num_experts)
+    tiles = Tiles(rows, order, *(order.new_empty(num_tiles) for _ in range(3)))
+    _sort[(num_experts,)](
+        experts, *tiles[1:], num_rows, rows, CHUNK=_CHUNK, TILES=_TILES, num_warps=8,
+        **overlapped(),
+    )  # fmt: skip
+    return tiles
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows"])
+def _sort(
+    chosen, order, experts, firsts, counts, num_rows, rows,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rows of one expert, and its tiles. It needs no other program's: rows before it have
+    filled `before // rows` tiles at most, and each expert before it has begun one at most, so that
+    the tiles from there on, or from `before` on where that is less, are free."""
+    wait_for_kernels_before(PDL)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    num_before = tl.zeros((CHUNK,), tl.int32)
+    num_own = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, num_rows, CHUNK):
+        row = start + lane
+        each = tl.load(chosen + row, mask=row < num_rows, other=2**30)
+        num_before += (each < expert).to(tl.int32)
+        num_own += (each == expert).to(tl.int32)
+    first = tl.sum(num_before, 0)
+    count = tl.sum(num_own, 0)
+    place = first
+    for start in range(0, num_rows, CHUNK):
+        row = start + lane
+        is_own = tl.load(chosen + row, mask=row < num_rows, other=2**30) == expert
+        upto = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(order + place + upto - 1, row, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), 0)
+    first_tile = tl.minimum(first, first // rows + expert)
+    end_tile = tl.minimum(first + count, (first + count) // rows + expert + 1)
+    for start in range(first_tile, end_tile, TILES):
+        tile = start + tl.arange(0, TILES)
+        is_own_tile = tile < end_tile
+        done = tl.minimum((tile - first_tile) * rows, count)
+        tl.store(experts + tile, expert, mask=is_own_tile)
+        tl.store(firsts + tile, first + done, mask=is_own_tile)
+        tl.store(counts + tile, tl.minimum(count - done, rows), mask=is_own_tile)
 
 
 @triton.jit
