@@ -67,7 +67,8 @@ SOURCES = {
     "issue_share": "of four instructions a clock at 1.755 GHz, by products that make numbers of "
     "codes: their loops' instructions are counted in resources.json; to be measured",
     "tile_share": "of the rate of matrix, by tiles whose weights are made of codes, which wait for "
-    "each product before they make the next weights: both supposed, to be measured",
+    "each product before they make the next weights, and by those of experts: both supposed, to be "
+    "measured",
     "flash_attention": "us of FlashAttention 3 at batch 32, context 8,192 on an H200: vLLM's, "
     "which `make bench-gpu` times too; at worst SGLang's",
     "gap": "us between two of our kernels in a graph, started early (PDL); 1.3 is Hazy Research's "
@@ -92,6 +93,9 @@ _CHAIN = {
     "_plan_prefill": 2,
     "_store_sampled": 1,
     "_store_lengths": 1,
+    "_sort": 3,  # the experts, once more, and sums over its warps
+    "_gate_up": 2,  # the tile, its rows
+    "_down": 1,
 }
 
 

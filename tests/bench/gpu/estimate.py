@@ -27,6 +27,7 @@ from tests.bench.gpu.goals import (
     GOALS,
     H100,
     LLAMA,
+    MIXTURE,
     QWEN,
     SMALL,
     Goal,
@@ -282,6 +283,9 @@ _STEPS: dict[str, tuple[str, Step]] = {
         QWEN, Step(decodes=(640,) * 255, chunks=((128, 0),), graph=384),
     ),
     f"{LLAMA}, one chunk of 1,024": (LLAMA, Step(chunks=((1024, 0),))),
+    f"{MIXTURE}, batch 1, context 512": (MIXTURE, _decode(1, 512)),
+    f"{MIXTURE}, batch 64, context 1,024": (MIXTURE, _decode(64, 1024)),
+    f"{MIXTURE}, one chunk of 1,024": (MIXTURE, Step(chunks=((1024, 0),))),
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 LLAMA, QWEN, SMALL = "Llama-3.1-8B", "Qwen3-8B", "Qwen3-0.6B"
+MIXTURE = "Qwen3-30B-A3B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

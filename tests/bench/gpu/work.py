@@ -23,9 +23,9 @@ class Work:
     """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
     torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
     cache; cached_bytes: that should. flops: on the matrix units, of attention; products: of tiles
-    whose weights are codes. issued: instructions of warps. in_flight: bytes of a program
-    that are on their way at once. Of a decode, is_split: it combines pieces; rotates: queries and
-    keys first. product: rows, outputs and columns of one of cuBLAS.
+    whose weights are codes, or an expert's. issued: instructions of warps. in_flight: bytes of a
+    program that are on their way at once. Of a decode, is_split: it combines pieces; rotates:
+    queries and keys first. product: rows, outputs and columns of one of cuBLAS.
     """
 
     name: str
@@ -81,6 +81,8 @@ class Workbench:
         if kernel == "_tiled":
             loop = self._resources[launched.key]["loop"]
             return Work(**base | _tiled(launched, loop))
+        if kernel in ("_gate_up", "_down"):
+            return Work(**base | _experts(launched))
         if kernel == "_dequantize":
             return Work(**base | _dequantize(launched))
         if kernel == "_decode":
@@ -153,6 +155,33 @@ def _tiled(launched: Launched, loop: int) -> dict[str, Any]:
         "in_flight": (constants["STAGES"] - 1) * outputs * size,
         "issued": float(tiles * row_tiles * rounds * launched.options["num_warps"] * loop),
         "products": float(tiles * row_tiles * rounds) * 2 * rows * outputs * columns,
+    }
+
+
+def _experts(launched: Launched) -> dict[str, Any]:
+    """Of tokens that choose experts at random, all as likely; those that are chosen have as many
+    rows each."""
+    a, constants = launched.arguments, launched.constants
+    weight, x = a["weight"], a["x"]
+    gates = 2 if launched.kernel == "_gate_up" else 1
+    num_outputs = a["size"] if gates == 2 else a["hidden"]
+    num_rows = len(a["order"])
+    num_each = constants["EACH"] if gates == 2 else a["weights"].shape[1]
+    num_experts, columns = len(weight) // (gates * num_outputs), a["columns"]
+    share = 1 - (1 - num_each / num_experts) ** (num_rows // num_each)
+    chosen = num_experts * share
+    rows, outputs, chunk = (constants[name] for name in ("ROWS", "OUTPUTS", "CHUNK"))
+    busy = launched.grid[0] * min(launched.grid[1], round(chosen * -(-num_rows // (chosen * rows))))
+    tile_bytes = outputs * chunk * weight.element_size() * gates
+    # A program reads its rows of x and of the weights by the cache.
+    read = (rows + outputs * gates) * columns * x.element_size()
+    return {
+        "name": f"{launched.kernel} {num_experts} of {gates * num_outputs} x {columns}",
+        "busy": busy,
+        "memory_bytes": int(share * weight.nbytes),
+        "cached_bytes": int(busy * read) + a["out"].nbytes,
+        "in_flight": (launched.options["num_stages"] - 1) * tile_bytes,
+        "products": 2.0 * busy * rows * outputs * gates * columns,
     }
 
 
@@ -231,6 +260,8 @@ def _small(launched: Launched) -> dict[str, Any]:
     if launched.kernel in _TABLES:
         return {}
     arguments = launched.arguments
+    if launched.kernel == "_sort":  # every program reads all rows twice
+        return {"cached_bytes": 2 * arguments["chosen"].nbytes * launched.programs}
     if launched.kernel in _TOUCHED:
         touched = sum(arguments[name].nbytes for name in _TOUCHED[launched.kernel])
     else:
