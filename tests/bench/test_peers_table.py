@@ -1,8 +1,12 @@
 """The table of all servers, weights and cases."""
 
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,8 @@ from tests.bench.in_turns.table import Table
 from tests.bench.peers.__main__ import main
 from tests.bench.peers.compare import FROM_CHECKPOINT
 from tests.bench.peers.install import Peer
-from tests.bench.peers.table import Part, table
+from tests.bench.peers.table import Part, run_comparison, table
+from tests.support.serving import wait_until
 
 _NAMES = ("penstock", FROM_CHECKPOINT, "vllm", "llama")
 _CONFIG = PeersConfig(
@@ -129,6 +134,43 @@ def test_a_table_is_written_of_what_was_measured_before(tmp_path: Path) -> None:
 def test_a_result_file_of_its_own_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table", "135m", "--result-filename", "x"]) == 2
     assert "table takes no --result-filename" in capsys.readouterr().err
+
+
+_WAITS = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_when_it_is_ended_the_comparison_that_runs_ends_first(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C reaches both; here, SIGINT reaches this process alone, and the other ends later."""
+    ready = tmp_path / "ready"
+    pids: list[int] = []
+    popen = subprocess.Popen
+
+    def started(command: list[str]) -> "subprocess.Popen[bytes]":
+        process = popen(command)
+        pids.append(process.pid)
+        return process
+
+    def end() -> None:
+        wait_until(ready.exists)
+        os.kill(os.getpid(), number)
+        if number is signal.SIGINT:
+            os.kill(pids[0], signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    before = signal.getsignal(signal.SIGTERM)
+    ending = threading.Thread(target=end)
+    ending.start()
+    assert run_comparison([sys.executable, "-c", _WAITS, str(ready)]) == 130
+    ending.join()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

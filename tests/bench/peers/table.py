@@ -4,8 +4,10 @@ Each of --weights is one comparison of `tests.bench.in_turns`, in which all serv
 """
 
 import argparse
+import contextlib
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -83,7 +85,7 @@ def _measured(
             wanted = ["--cases", options.cases, "--result-filename", str(file), *more]
             command = comparison(shape, into, found, options.threads, weights, wanted)
             print(f"\n{shlex.join(command)}\n", flush=True)
-            status = _run([sys.executable, "-m", *command])
+            status = run_comparison([sys.executable, "-m", *command])
         part = {
             "shape": shape,
             "weights": weights,
@@ -97,14 +99,16 @@ def _measured(
             return
 
 
-def _run(command: list[str]) -> int:
-    """Its exit status. After Ctrl-C, which it gets too, it stops the server that runs."""
+def run_comparison(command: list[str]) -> int:
+    """Its exit status. Ctrl-C reaches it too, and SIGTERM is passed on: it stops its server."""
     with subprocess.Popen(command) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                continue
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            while True:
+                with contextlib.suppress(KeyboardInterrupt):
+                    return process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _versions(peers: list[str]) -> dict[str, str]:
