@@ -15,10 +15,13 @@ from tests.bench.peers.__main__ import main
 from tests.bench.peers.compare import (
     FROM_CHECKPOINT,
     Files,
+    NoKernel,
     commands,
     comparison,
     has_bf16,
+    make_file,
     usable,
+    vllm_has_int4,
 )
 from tests.bench.peers.install import (
     PEERS,
@@ -94,6 +97,29 @@ def test_bfloat16_is_used_where_the_processor_has_it(flags: str, has: bool, tmp_
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"model name\t: any\nflags\t\t: {flags}\n")
     assert has_bf16(cpuinfo) is has
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", True),
+        ("fpu avx2", False),
+        ("asimd bf16", True),
+    ],
+)
+def test_vllm_has_kernels_of_4_bits_but_for_avx2(flags: str, has: bool, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t\t: {flags}\n")
+    assert vllm_has_int4(cpuinfo) is has
+
+
+def test_vllm_is_left_out_of_int4_in_one_line_where_it_has_no_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.bench.peers.compare.vllm_has_int4", lambda: False)
+    with pytest.raises(NoKernel, match="vllm is left out: without AVX-512"):
+        make_file("vllm", "135m", tmp_path, "int4")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_installed_is_left_alone(

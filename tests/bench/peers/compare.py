@@ -70,6 +70,10 @@ class Files:
     checkpoint: Path
 
 
+class NoKernel(PenstockError):
+    """A peer that cannot compute with these weights on this processor."""
+
+
 def file_names(name: str, into: Path, weights: str) -> Files:
     """weights: of WEIGHTS."""
     folder, ends = into / "models", WEIGHTS[weights]
@@ -91,7 +95,15 @@ def made_model(name: str, into: Path) -> Path:
 
 
 def make_file(peer: str, name: str, into: Path, weights: str) -> None:
-    """What this peer reads of a model, if it does not exist. Raises CalledProcessError."""
+    """What this peer reads of a model, if it does not exist.
+
+    Raises CalledProcessError, and NoKernel.
+    """
+    if peer == "vllm" and weights == "int4" and not vllm_has_int4():
+        raise NoKernel(
+            "vllm is left out: without AVX-512, which this processor lacks, it has no kernel for "
+            "weights of 4 bits in any format"
+        )
     files, ends = file_names(name, into, weights), WEIGHTS[weights]
     made_model(name, into)
     if peer == "llama" and not files.gguf.exists():
@@ -180,3 +192,9 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the processor multiplies bfloat16: elsewhere OpenVINO computes in float32."""
     words = cpuinfo.read_text(encoding="utf-8").split()
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
+
+
+def vllm_has_int4(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Its library for AVX2 (`_C_AVX2`) has no `cpu_gemm_wna16`, which all its formats end in."""
+    words = {*cpuinfo.read_text(encoding="utf-8").split()}
+    return "avx2" not in words or {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= words
