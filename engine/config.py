@@ -72,7 +72,7 @@ class ModelImpl(StrEnum):
 class AttentionBackend(StrEnum):
     """Implementations of attention on a GPU; on CPU there is one."""
 
-    AUTO = "auto"  # the fastest measured: see penstock.engine.kernels.attention.backends
+    AUTO = "auto"  # TRITON, and for chunks penstock.engine.loading.prefill
     TRITON = "triton"  # our own kernels
     FLASH_ATTN = "flash_attn"  # FlashAttention 2, of the package flash-attn
     TORCH = "torch"  # slow and simple, to distinguish errors of a kernel from those of a model

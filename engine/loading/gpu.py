@@ -21,6 +21,7 @@ from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.attention.flash_prefill import FlashPrefill
 from penstock.engine.kernels.launch import device_overlaps, set_overlap
 from penstock.engine.loading.description import dtype_name
 from penstock.engine.loading.devices import (
@@ -30,6 +31,7 @@ from penstock.engine.loading.devices import (
     measure_rates,
     size_gpu_pool,
 )
+from penstock.engine.loading.prefill import flash_prefill
 from penstock.engine.loading.self_check import (
     COMPILE_S,
     DEVICE_S,
@@ -69,6 +71,8 @@ _MAX_LOAD_THREADS = 16
 class GpuLoading(DecoderLoading):
     place: TorchRanks | SoleDevice
     default_block_size = 64
+    flash: FlashPrefill | None = None
+    """Set once the weights are there."""
 
     def alone(self) -> SoleDevice:
         return SOLE_DEVICE
@@ -157,6 +161,8 @@ class GpuLoading(DecoderLoading):
         """
         what = "compiling kernels, running the largest step, and checking the GPU"
         with self.phases.timed("activations", what), failures(self.way):
+            self.choose_prefill()
+            self._release()
             self._run_steps(None)
             if self._slots is not None:
                 seqs = self.config.scheduler.max_num_seqs
@@ -173,12 +179,28 @@ class GpuLoading(DecoderLoading):
         gc.collect()
         self.device.release()
 
+    def choose_prefill(self) -> None:
+        self.flash = flash_prefill(
+            self.config,
+            self.device,
+            self.model.attention_windows(self.block_size),
+            (self.dtype, self.kv_type),
+            self._has_sinks,
+        )
+
     def check(self) -> None:
         """Raises GpuWayFailed."""
         part, groups = first_layers(self.llama), len(self.pools)
         size = checked_size(self.block_size, groups, self.longest)
-        loaded = self._model_with(size, None, use_graphs=self._uses_graphs, part=part)
-        check(CudaExecutor(loaded), part, self.way, self.config.scheduler)
+        # Prompts as short as the check's are in graphs, which have no chunks of FlashAttention's.
+        without_graphs = (False,) if self._uses_graphs and self.flash is not None else ()
+        for use_graphs in (self._uses_graphs, *without_graphs):
+            loaded = self._model_with(size, None, use_graphs=use_graphs, part=part)
+            check(CudaExecutor(loaded), part, self.way, self.config.scheduler)
+
+    @property
+    def _has_sinks(self) -> bool:
+        return any(attention.has_sinks for attention in self.model.attentions)
 
     def _run_steps(self, adapters: Adapters | None) -> None:
         num_groups = len(self.pools)
@@ -255,7 +277,8 @@ class GpuLoading(DecoderLoading):
             device=device,
             max_rows=seqs,
             max_tokens=scheduler.max_step_tokens,
-            has_sinks=any(attention.has_sinks for attention in self.model.attentions),
+            has_sinks=self._has_sinks,
+            flash=self.flash,
         )
         fused = FusedModel(llama, pool, attention, seqs, self._slots, self.place.pipeline)
         return DeviceModel(

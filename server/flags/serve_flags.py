@@ -117,9 +117,10 @@ GROUPS = {
         ),
         Flag(
             "--attention-backend",
-            "what computes attention on a GPU; auto is triton, our own kernels; flash_attn must "
-            "be installed, and requires --block-size 256; torch is slow, and shows whether a "
-            "kernel or the model is at fault",
+            "what computes attention on a GPU; auto is triton, our own kernels, and on Hopper "
+            "FlashAttention 3 for long prefill chunks where it is installed; flash_attn is version "
+            "2, must be installed, and requires --block-size 256; torch is slow, and shows whether "
+            "a kernel or the model is at fault",
         ),
         Flag(
             "--gpu-way",

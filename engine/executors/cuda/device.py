@@ -21,6 +21,7 @@ _LARGEST_PROBE_BYTES = 2**31
 class Device(Protocol):
     """has_kernels: whether it computes by those of a GPU. compiles_kernels: whether these must be
     compiled, and checked, at the start. moves_memory: what `bandwidth` measures, as a participle.
+    capability: the major number of a GPU's, or None.
     """
 
     device: torch.device
@@ -28,6 +29,7 @@ class Device(Protocol):
     has_kernels: bool
     compiles_kernels: bool
     moves_memory: str
+    capability: int | None
 
     @property
     def total_bytes(self) -> int: ...
@@ -58,7 +60,9 @@ class CudaGpu:
         """Raises InvalidConfig for a GPU that is too old."""
         self.device = device
         self.name = torch.cuda.get_device_name(device)
-        check_capability(self.name, torch.cuda.get_device_capability(device))
+        capability = torch.cuda.get_device_capability(device)
+        check_capability(self.name, capability)
+        self.capability: int | None = capability[0]
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +96,7 @@ class Processor:
     device = torch.device("cpu")
     name = "cpu"
     has_kernels, compiles_kernels, moves_memory = False, False, "read"
+    capability: int | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from penstock.engine.config import AttentionBackend, EngineConfig, KVCacheDtype
 from penstock.engine.kernels.attention.flash import FlashAttention
+from penstock.engine.kernels.attention.flash_prefill import FlashPrefill
 from penstock.engine.kernels.attention.gathered import TorchAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.attention.protocol import DeviceAttention
@@ -22,12 +23,12 @@ def make_attention(
     max_rows: int,
     max_tokens: int,
     has_sinks: bool = False,
+    flash: FlashPrefill | None = None,
 ) -> DeviceAttention:
     """The configured backend. Raises InvalidConfig if it is not available here.
 
     windows: as of `PagedAttention`. max_rows, max_tokens: of one step. has_sinks: whether calls
-    give sinks. `auto` is our Triton kernels on every GPU: there is no measurement yet that compares
-    them with flash-attn.
+    give sinks. flash: for chunks, with `auto`, which else is our Triton kernels on every GPU.
     """
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
@@ -51,4 +52,4 @@ def make_attention(
     num_sms = 1
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PagedAttention(windows, max_rows, max_tokens, num_sms, device, dtype)
+    return PagedAttention(windows, max_rows, max_tokens, num_sms, device, dtype, flash=flash)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.engine.kernels.attention.flash_prefill import FlashPrefill
 from penstock.engine.kernels.attention.paged.decode import DECODES_PER_SM, PagedDecode
 from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
 from penstock.engine.kernels.attention.protocol import LayerContext
@@ -16,11 +17,13 @@ from penstock.engine.step.device_step import DeviceStep, Rotation
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The layers whose heads are alike. windows: those that they have."""
+    """The layers whose heads are alike. windows: those that they have. flash: what computes chunks
+    in place of our kernel, in steps whose decodes the host knows."""
 
     windows: Collection[int | None]
     decode: PagedDecode
     prefill: PagedPrefill
+    flash: FlashPrefill | None
 
 
 class PagedAttention:
@@ -43,19 +46,25 @@ class PagedAttention:
         dtype: torch.dtype,
         *,
         decodes_per_sm: int = DECODES_PER_SM,
+        flash: FlashPrefill | None = None,
     ) -> None:
         """windows: all that the model's layers have, by the shape of these. max_rows, max_tokens:
-        of one step. dtype: of queries; keys and values have it too, or are codes."""
+        of one step. dtype: of queries; keys and values have it too, or are codes. flash: for the
+        chunks of steps that no graph has, in layers of the shapes that it fits."""
+        self._flash = flash
         self._kinds = {
             (shape.num_kv_heads, shape.head_dim): _Kind(
                 each,
                 PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
                 PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
+                flash if flash is not None and flash.fits(shape) else None,
             )
             for shape, each in windows.items()
         }
 
     def plan(self, step: DeviceStep) -> None:
+        if self._flash is not None and _may_be_flash(step):
+            self._flash.plan(step)
         if step.group:
             return  # lengths are those of the first group, and tables are read by each layer
         for kind in self._kinds.values():
@@ -71,7 +80,11 @@ class PagedAttention:
         slots, lens, kind = step.slots[first:], step.context_lens[first:], self._kind(layer.keys)
         if num:
             kind.decode(query[:num], layer, tables, out[:num])
-        if (starts := step.chunk_starts) is not None:
+        if (starts := step.chunk_starts) is None:
+            return
+        if kind.flash is not None and _may_be_flash(step):
+            kind.flash(query[first:], layer, step, out[first:])
+        else:
             kind.prefill(query[first:], layer, tables, slots, starts, lens, out[first:])
 
     def rotated(
@@ -88,3 +101,9 @@ class PagedAttention:
 
     def _kind(self, keys: KVPages) -> _Kind:
         return self._kinds[keys.shape[2], keys.shape[3]]
+
+
+def _may_be_flash(step: DeviceStep) -> bool:
+    """Not in a graph, which is captured once for any rows, of which some have no tokens: whether a
+    library computes those rightly has not been tried on a GPU."""
+    return step.chunk_starts is not None and step.decode_lens is None
