@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from penstock.engine.kernels.attention.flash_prefill import library
 from penstock.engine.loading.gpu_ranks import SHARED_DEVICE
 from tests.bench.engine.__main__ import main as bench
 from tests.bench.engine.case import Bench, Case
-from tests.bench.gpu import rung
+from tests.bench.gpu import carried, rung
 from tests.bench.gpu.goals import GOALS, H200, LLAMA, SMALL, table, verdicts, with_shares
 from tests.bench.gpu.parts import Run
 from tests.bench.gpu.record import Record
@@ -74,6 +75,30 @@ def test_the_points_that_goals_name_are_timed_alone_and_say_how_kernels_were_lau
     assert [row["part"] for row in rows] == ["load", "ttft", "decode"]
     assert rows[0]["graphs"] is False and rows[0]["overlaps"] is False
     assert rows[1]["ttft_ms"] > 0 and rows[2]["tpot_ms"] > 0
+
+
+@pytest.mark.slow
+def test_first_tokens_of_longer_prompts_are_timed_by_attention_backend(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--points", "prefill", "--attention-backend", "triton")
+    _, *rows = _bench(capsys, "steps", SMALL, *flags)
+    assert [(row["part"], row["prompt"]) for row in rows] == [("prefill ttft", n) for n in (8, 24)]
+    assert all(row["attention_backend"] == "triton" and row["ttft_ms"] > 0 for row in rows)
+
+
+def test_the_product_finds_the_library_of_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "flash_attn_3"
+    folder.mkdir()
+    (folder / "_vllm_fa3_C.abi3.so").touch()
+    monkeypatch.setattr(carried, "_UNPACKED", tmp_path / "unpacked")
+    for _ in range(2):  # another run may have made it
+        monkeypatch.syspath_prepend(carried.as_package(folder))
+    found = library()
+    assert found is not None and found[1] == "_vllm_fa3_C"
+    assert found[0].resolve() == (folder / "_vllm_fa3_C.abi3.so").resolve()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.engine.config import Dtype, Quantization
+from penstock.engine.config import AttentionBackend, Dtype, Quantization
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 
 
@@ -63,7 +63,8 @@ def _run(args: argparse.Namespace) -> None:
         from tests.bench.engine.steps import Points, measure_steps
 
         points, codes = Points(args.points), args.quantization
-        measure_steps(args.model, args.tiny, points, args.enforce_eager, codes)
+        of_model = args.model, args.tiny, points, args.enforce_eager, codes
+        measure_steps(*of_model, args.attention_backend)
     elif args.part == "offline":
         from tests.bench.engine.offline import measure_offline
 
@@ -134,12 +135,18 @@ def _parser() -> argparse.ArgumentParser:
         part.add_argument("model", help="a folder of configs/models")
     steps.add_argument(
         "--points",
-        choices=("goals", "sweep", "overlap", "codes"),
+        choices=("goals", "sweep", "overlap", "codes", "prefill"),
         default="sweep",
         help="what is measured",
     )
     steps.add_argument(
         "--quantization", type=Quantization, choices=list(Quantization), help="of the weights"
+    )
+    steps.add_argument(
+        "--attention-backend",
+        type=AttentionBackend,
+        choices=list(AttentionBackend),
+        default=AttentionBackend.AUTO,
     )
     model_dir = add("model-dir", "writes a model's directory")
     model_dir.add_argument("model", help="a folder of configs/models")

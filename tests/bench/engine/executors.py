@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat, Quantization
+from penstock.engine.config import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    LoadFormat,
+    Quantization,
+)
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.first_rank import FirstRank
@@ -34,6 +41,7 @@ def build_executor(
     kv_cache_memory_bytes: int | None = None,
     quantization: Quantization | None = None,
     kv_offload_bytes: int | None = None,
+    attention_backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> CudaExecutor:
     """With random weights; on the GPU, or without one in Triton's interpreter.
 
@@ -43,7 +51,12 @@ def build_executor(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
     config = _config(model_dir, max_model_len, scheduler, enforce_eager)
-    config = replace(config, quantization=quantization, kv_offload_bytes=kv_offload_bytes)
+    config = replace(
+        config,
+        quantization=quantization,
+        kv_offload_bytes=kv_offload_bytes,
+        attention_backend=attention_backend,
+    )
     if kv_cache_memory_bytes is not None and the_device().type == "cuda":
         config = replace(config, kv_cache_memory_bytes=kv_cache_memory_bytes)
     gpu = None if the_device().type == "cuda" else Interpreter()

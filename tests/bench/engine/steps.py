@@ -3,16 +3,20 @@
 The pool has the keys and values of a prompt in every block: zeros would be read faster.
 """
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.engine.config import Quantization
+from penstock.engine.config import AttentionBackend, Quantization
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.kernels.launch import overlap, overlapped
+from penstock.engine.loading import prefill
 from tests.bench.engine.driver import Driver
 from tests.bench.engine.executors import build_executor
 from tests.bench.engine.models import model_dir
@@ -24,7 +28,8 @@ _PROFILED_STEPS = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """num_steps: timed of each point, after warm_steps. first_prompt: tokens before a first one.
-    goals: the batch and the context of each point that a goal names.
+    prompts: of PREFILL, each in one chunk. goals: the batch and the context of each point that a
+    goal names.
 
     overlap_batches: at which decoding is timed again with kernels that start one by one.
     """
@@ -40,6 +45,7 @@ class Sizes:
     max_batched_tokens: int
     first_prompt: int
     first_repeats: int
+    prompts: tuple[int, ...]
 
 
 FULL = Sizes(
@@ -54,6 +60,7 @@ FULL = Sizes(
     max_batched_tokens=8192,
     first_prompt=1024,
     first_repeats=20,
+    prompts=(1024, 8192),
 )
 TINY = Sizes(
     batches=(2, 5),
@@ -67,17 +74,20 @@ TINY = Sizes(
     max_batched_tokens=32,
     first_prompt=8,
     first_repeats=1,
+    prompts=(8, 24),
 )
 
 
 class Points(StrEnum):
     """What is measured. GOALS: the points of the table of goals, and the time to a first token.
-    CODES: one context at batches that take each path through a layer of codes."""
+    CODES: one context at batches that take each path through a layer of codes. PREFILL: the times
+    to a first token of longer prompts too, and what computed their attention."""
 
     GOALS = "goals"
     SWEEP = "sweep"
     OVERLAP = "overlap"
     CODES = "codes"
+    PREFILL = "prefill"
 
 
 def measure_steps(
@@ -86,6 +96,7 @@ def measure_steps(
     points: Points,
     enforce_eager: bool,
     quantization: Quantization | None = None,
+    attention_backend: AttentionBackend = AttentionBackend.AUTO,
 ) -> None:
     sizes = TINY if tiny else FULL
     at = [(batch, context) for context in sizes.contexts for batch in sizes.batches]
@@ -95,9 +106,11 @@ def measure_steps(
         at = [(batch, sizes.contexts[0]) for batch in sizes.coded_batches]
     elif points is Points.OVERLAP:
         at = [(batch, sizes.contexts[0]) for batch in sizes.overlap_batches]
+    elif points is Points.PREFILL:
+        at = [(1, max(sizes.prompts))]
     room = sizes.warm_steps + sizes.num_steps + 1
     start = time.perf_counter()
-    with model_dir(model, tiny) as directory:
+    with model_dir(model, tiny) as directory, _prefill_log() as lines:
         executor = build_executor(
             directory,
             max_model_len=max(sizes.first_prompt, *(context for _, context in at)) + room,
@@ -105,6 +118,7 @@ def measure_steps(
             max_num_batched_tokens=sizes.max_batched_tokens,
             enforce_eager=enforce_eager,
             quantization=quantization,
+            attention_backend=attention_backend,
         )
     info = executor.info
     report(
@@ -123,6 +137,12 @@ def measure_steps(
     if points is Points.OVERLAP:
         _compare_overlap(executor, driver, model, sizes)
         return
+    if points is Points.PREFILL:
+        for prompt in sizes.prompts:
+            ms = 1e3 * driver.seconds_to_first_token(prompt, sizes.first_repeats)
+            of = {"model": model, "prompt": prompt, "attention_backend": attention_backend}
+            report(part="prefill ttft", **of, chosen=lines, ttft_ms=ms)
+        return
     if points is Points.GOALS:
         _measure_first_token(driver, model, sizes)
     for batch, context in at:
@@ -135,6 +155,20 @@ def measure_steps(
         driver.decode(sizes.warm_steps)
         launches = _count_launches(driver)
         report(part="launches", model=model, batch=batch, kernels_per_step=launches)
+
+
+@contextmanager
+def _prefill_log() -> Iterator[list[str]]:
+    """Gives what a start in this context logs of its choice."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    prefill.logger.addHandler(handler)
+    prefill.logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        prefill.logger.removeHandler(handler)
 
 
 def _measure_first_token(driver: Driver, model: str, sizes: Sizes) -> None:

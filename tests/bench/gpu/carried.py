@@ -55,3 +55,14 @@ def flash_attn_3() -> Path | None:
             file.extractall(unpacked, filter="data")
         unpacked.replace(folder)
     return folder
+
+
+def as_package(folder: Path) -> Path:
+    """What PYTHONPATH needs for Penstock to find the library of that folder as an installed vLLM's,
+    as `penstock.engine.kernels.attention.flash_prefill` looks for it."""
+    packages = _UNPACKED / "of_vllm"
+    link = packages / "vllm" / "vllm_flash_attn"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.resolve(), target_is_directory=True)
+    return packages

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.scheduler.errors import InvalidConfig
+from tests.bench.gpu import carried
 from tests.bench.gpu.goals import LLAMA, QWEN, SMALL, Row
 from tests.bench.gpu.kernel_tests import (
     ALONE,
@@ -64,25 +65,39 @@ class Run:
         """Of the simulation that takes this part's place."""
         return self.simulated.get(self.part, self.simulated.get("all"))
 
-    def run_module(self, limit_s: float, *arguments: str) -> None:
-        """`python -m ARGUMENTS`, in the way that was found. Records its rows, and how it ends."""
-        process = self.start_module(limit_s, *arguments)
+    def run_module(self, limit_s: float, *arguments: str, packages: Path | None = None) -> None:
+        """`python -m ARGUMENTS`, in the way that was found. Records its rows, and how it ends.
+
+        packages: a folder that it may import from besides.
+        """
+        process = self.start_module(limit_s, *arguments, packages=packages)
         problem = process.wait().problem
         if problem:
             self.fail("", problem)
 
-    def start_module(self, limit_s: float, *arguments: str, has_flags: bool = True) -> Process:
+    def start_module(
+        self,
+        limit_s: float,
+        *arguments: str,
+        has_flags: bool = True,
+        packages: Path | None = None,
+    ) -> Process:
         """has_flags: it takes --tiny and --enforce-eager."""
         flags = [*(["--tiny"] if self.tiny else []), *self.way.flags] if has_flags else []
         if self.kind:
             arguments, flags = ("tests.bench.gpu.simulated", self.kind, self.part), self.way.flags
+        environment = dict(self.way.environment)
+        if not has_flags:  # what only compiles has nothing to do where tests interpret
+            environment["TRITON_INTERPRET"] = "0"
+        if packages is not None:
+            before = os.environ.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(packages))))
         return Process(
             [sys.executable, "-m", *arguments, *flags],
             self.note,
             self.record.log,
             limit_s=limit_s,
-            # What only compiles has nothing to do where the tests turn the interpreter on.
-            environment=self.way.environment | ({} if has_flags else {"TRITON_INTERPRET": "0"}),
+            environment=environment,
         )
 
 
@@ -180,6 +195,16 @@ def _bench(*arguments: str) -> Callable[[Run, float], None]:
     return measure
 
 
+def _prefill_steps(run: Run, limit_s: float) -> None:
+    """Times to a first token with our prefill, and with FlashAttention 3 where it is there."""
+    ends_s = time.monotonic() + limit_s
+    command = ("tests.bench.engine", "steps", LLAMA, "--points", "prefill")
+    run.run_module(limit_s, *command, "--attention-backend", "triton")
+    if run.flash_attn_3 and not run.kind:
+        left_s = max(1.0, ends_s - time.monotonic())
+        run.run_module(left_s, *command, packages=carried.as_package(run.flash_attn_3))
+
+
 def _codes(quantization: str) -> Callable[[Run, float], None]:
     flags = ("--points", "codes", "--quantization", quantization)
     return _bench("steps", LLAMA, *flags)
@@ -213,6 +238,7 @@ PARTS: tuple[Part, ...] = (
     Part("overlap", 30, 60, _bench("steps", LLAMA, "--points", "overlap")),
     Part("decode-attention", 30, 60, _bench("kernels", "decode-attention")),
     Part("prefill-attention", 25, 60, _bench("kernels", "prefill-attention")),
+    Part("prefill-steps", 50, 120, _prefill_steps),
     Part("steps-llama", 60, 120, _bench("steps", LLAMA)),
     Part("steps-small", 50, 90, _bench("steps", SMALL)),
     Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
