@@ -317,6 +317,45 @@ def _others_table() -> str:
     return "\n".join(lines)
 
 
+_CHUNK = 2048
+_FIRST_TOKENS: dict[str, list[Step]] = {
+    "1,024 in one chunk": [Step(chunks=((1024, 0),))],
+    "8,192 in one chunk": [Step(chunks=((8192, 0),))],
+    f"8,192 in chunks of {_CHUNK:,}": [
+        Step(chunks=((_CHUNK, before),)) for before in range(0, 8192, _CHUNK)
+    ],
+}
+
+
+def _first_token_table() -> str:
+    """With our prefill, and with vLLM's FlashAttention 3: as it was measured, else at the rate of
+    8,192."""
+    lines = [
+        "| prompt | ours | at worst | FlashAttention 3 | at worst |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    known = {step: others[FRAMEWORKS.index("vLLM")] for step, others in MEASURED.values()}
+    whole = Step(chunks=((8192, 0),))
+
+    def flash_us(one: Timed, step: Step, given: Assumptions) -> float:
+        if one.work.name != "_prefill":
+            return one.us
+        return known.get(step, known[whole] * one.work.flops / _attention(whole, given).work.flops)
+
+    for what, steps in _FIRST_TOKENS.items():
+        cells = []
+        for given in (EXPECTED, AT_WORST):
+            all_of = [
+                (one, step) for step in steps for one in StepTimes(LLAMA, given).launches(step)
+            ]
+            cells.append(sum(one.us for one, _ in all_of) / 1e3)
+            cells.append(sum(flash_us(one, step, given) for one, step in all_of) / 1e3)
+        ours, flash, worst, flash_at_worst = cells
+        shown = (ours, worst, flash, flash_at_worst)
+        lines.append(f"| {what} | {' | '.join(f'{ms:.1f}' for ms in shown)} |")
+    return "\n".join(lines)
+
+
 _BATCHES = (1, 16, 64, 256)
 
 
@@ -371,6 +410,14 @@ _OTHERS = """\
 us of one layer on an H200, with 32 query heads, 8 of keys and values, size 128; others.py says
 whence. SGLang and vLLM run FlashAttention 3. Where ours is below all of them, doubt ours first.
 """
+_FIRST_TOKEN = f"""\
+## Prompts with FlashAttention 3
+
+ms of the device for Llama-3.1-8B's first token on an H200, with our prefill attention and with
+FlashAttention 3's, which a server takes where it is installed: vLLM's time above, and of chunks of
+{_CHUNK:,} what their pairs of a query and a key take at its rate of 8,192. The suite's part
+`prefill-steps` measures both.
+"""
 
 
 def _measurements() -> list[Row]:
@@ -398,6 +445,8 @@ def text() -> str:
     parts += [
         _OTHERS.rstrip(),
         _others_table(),
+        _FIRST_TOKEN.rstrip(),
+        _first_token_table(),
         _CODES.rstrip(),
         _codes_table(),
         "## Steps",
