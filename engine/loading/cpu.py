@@ -35,13 +35,11 @@ from penstock.engine.models.errors import (
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
 from penstock.engine.models.layers.linear import cpu_linear
-from penstock.engine.models.parts.delta_net.layer import Recurrence, torch_recurrence
 from penstock.engine.native.features import check_features, may_code_kv
 from penstock.engine.native.inputs import gather_input
-from penstock.engine.native.library import load_delta_net_library, load_library
+from penstock.engine.native.library import load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
-from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.errors import InvalidConfig
@@ -98,7 +96,6 @@ class CpuLoading(DecoderLoading):
             # An arena where weights stay as they are read, and are not packed.
             partial(torch.empty if self._library is None else Arena().empty, dtype=self.dtype),
             self._size.max_model_len,
-            recurrence=_recurrence(self.model, threads),
             pipeline=self.place.pipeline,
         )
         torch.set_num_threads(threads)
@@ -238,9 +235,7 @@ def _weight_formats(
 
 
 def _lacking(wanted: KVCacheDtype, model: ModelConfig) -> str | None:
-    """Says why the compiled step has no such state or KV cache, where it has none."""
-    if any(model.recurrent):
-        return "the compiled step has no gated delta nets"
+    """Says why the compiled step has no such KV cache, where it has none."""
     if wanted is KVCacheDtype.FP8:
         return "the compiled step has no KV cache in fp8; use --kv-cache-dtype int8"
     if wanted is KVCacheDtype.INT8 and not may_code_kv(model):
@@ -258,11 +253,6 @@ def _library_for(
         _warn_of_torch(error)
         return None
     return build(dtype)
-
-
-def _recurrence(model: ModelConfig, num_threads: int) -> Recurrence:
-    library = load_delta_net_library() if any(model.recurrent) else None
-    return torch_recurrence if library is None else NativeRecurrence(library, num_threads)
 
 
 def _warn_of_torch(reason: InvalidModel | str) -> None:

@@ -7,8 +7,8 @@ import torch
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.parts.attention.config import Attention
+from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import Experts
-from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
@@ -16,7 +16,7 @@ from penstock.engine.models.parts.tensors import Part
 from penstock.engine.native.packing import PATH
 
 # The parts that it computes.
-_PARTS = {Attention, MLP, Experts, Norms, PerLayerInput}
+_PARTS = {Attention, DeltaNet, MLP, Experts, Norms, PerLayerInput}
 # coded_runs.h has room for so many codes of a head.
 _MAX_CODED_HEAD_DIM = 1024
 
@@ -27,7 +27,7 @@ def check_features(config: ModelConfig, dtype: torch.dtype) -> None:
     for layer in config.layers:
         if layer.experts and layer.norms.post and not layer.experts.is_beside_mlp:
             raise UnsupportedFeature(["experts with post_norms"], PATH)
-    if len({_shared_settings(layer) for layer in config.layers}) > 1:
+    if any(len(values) > 1 for values in _shared_settings(config)):
         raise UnsupportedFeature(["layers that differ in norms or activations"], PATH)
     odd = {name for name, size in _sizes(config) if size % 2}
     if odd and dtype is torch.bfloat16:
@@ -49,18 +49,20 @@ def _lacks(part: Part) -> frozenset[str]:
     return part.features or frozenset({type(part).__name__})
 
 
-def _shared_settings(layer: Layer) -> tuple[object, ...]:
-    """Returns what step.cpp knows of the model alone, so that its layers must be alike in it."""
-    attention, parts = layer.attention, (layer.mlp, layer.experts)
-    heads = attention and (attention.norms_whole, attention.norms_values)
-    are_gelu = {part.activation.is_gelu for part in parts if part is not None}
-    return layer.norms.post, heads, frozenset(are_gelu)
+def _shared_settings(config: ModelConfig) -> Iterator[set[object]]:
+    """Yields what step.cpp knows of the model alone, so that its layers must be alike in it."""
+    yield {layer.norms.post for layer in config.layers}
+    yield {(each.norms_whole, each.norms_values) for each in config.attentions}
+    active = (part for layer in config.layers for part in (layer.mlp, layer.experts))
+    yield {part.activation.is_gelu for part in active if part is not None}
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
     """Yields what an odd size is called that bfloat16's products need to be even, and the size."""
     yield "an odd hidden_size", config.hidden_size
     for layer in config.layers:
+        if isinstance(layer.mixer, DeltaNet):
+            yield "delta nets with an odd number of values", layer.mixer.num_values
         if layer.mlp is not None:
             yield "an odd intermediate_size", layer.mlp.size
         if layer.experts is not None:

@@ -39,6 +39,7 @@ def gather_input(
         context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
         num_decodes=batch.num_decodes,
         sample_rows=torch.tensor([end - 1 for end, samples in ends if samples], dtype=torch.int64),
+        snapshots=batch.snapshots,
     )
     numbers = c_int64 * num_sequences
     slots, starts, counts = (

@@ -28,7 +28,6 @@ from penstock.engine.native.compiler import Source
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
-_RECURRENCE = Source("models/parts/delta_net/recurrence")
 # The formats of weights that the C++ multiplies as codes, by the source that does so: in the order
 # of `Formats` (products/formats.h), which counts them from 1.
 _FORMATS_BY_SOURCE = {
@@ -80,11 +79,15 @@ def load_library(
         Source("native/products/plain", weights),
         *([Source("native/products/fp8", weights)] if FP8_FORMAT in formats else []),
     ]
-    return _load_or_warn(
-        sources,
-        "the CPU step could not be compiled, so torch's operators are used instead, which are "
-        "slower for small batches; install g++ to fix it (%s)",
-    )
+    try:
+        return _load(sources)
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "the CPU step could not be compiled, so torch's operators are used instead, which are "
+            "slower for small batches; install g++ to fix it (%s)",
+            getattr(error, "stderr", None) or error,
+        )
+        return None
 
 
 @functools.cache
@@ -92,24 +95,6 @@ def load_ranks_library() -> ctypes.CDLL:
     """Loads the collectives of `ranks.cpp`, and `links.cpp`. Raises OSError, or SubprocessError of
     the compiler."""
     return _load([Source("native/ranks/ranks"), Source("native/ranks/links")])
-
-
-@functools.cache
-def load_delta_net_library() -> ctypes.CDLL | None:
-    """Loads that of `recurrence.cpp`; if it cannot be compiled, logs why and returns None."""
-    return _load_or_warn(
-        [_RECURRENCE],
-        "the recurrence of this model's layers could not be compiled, so torch's operators "
-        "compute it token by token, which is slow; install g++ to fix it (%s)",
-    )
-
-
-def _load_or_warn(sources: Sequence[Source], warning: str) -> ctypes.CDLL | None:
-    try:
-        return _load(sources)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning(warning, getattr(error, "stderr", None) or error)
-        return None
 
 
 def _load(sources: Sequence[Source]) -> ctypes.CDLL:

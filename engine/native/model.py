@@ -133,6 +133,8 @@ class NativeModel:
         runs = native_runs(step.adapters if width else ())
         input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
         received, sent = self._passed(len(step.token_ids))
+        snapshots = [number for snapshot in step.snapshots for number in snapshot]
+        numbers = (c_int64 * len(snapshots))(*snapshots)
         native_step = _STEP(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
@@ -150,6 +152,8 @@ class NativeModel:
             num_runs=len(runs),
             width=width,
             timeout_ns=self._group.timeout_ns if self._group else 0,
+            snapshots=ctypes.addressof(numbers),
+            num_snapshots=len(step.snapshots),
             input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),

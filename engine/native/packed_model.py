@@ -12,6 +12,7 @@ from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
 from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.native.packing import Packer, check_format, parts
@@ -46,7 +47,7 @@ def pack_model(
             *(max(layer.mlp.size, layer.experts.shared.size) for layer in layers),
             inputs.shape[1] if inputs else 0,
         ),
-        block_size=pool.layer(0)[0].shape[1],
+        block_size=attention.block_size,
         kinds=packer.array("Heads", kinds),
         num_kinds=len(kinds),
         eps=config.norm.eps,
@@ -68,12 +69,18 @@ class _AttentionPacker:
     """See `AttentionLayer` and `Heads` of structs.h."""
 
     def __init__(self, packer: Packer, model: LlamaModel, pool: LayerPools) -> None:
-        self._packer, self._model, self._pool = packer, model, pool
+        self._packer, self._model, self.pool = packer, model, pool
         # The first layer of each kind of heads.
         self._firsts: dict[KVHeads, int] = {}
-        for index, layer in enumerate(model.layers):
-            self._firsts.setdefault(layer.attention.config.heads, index)
+        for index, config in enumerate(model.config.layers):
+            if config.attention is not None:
+                self._firsts.setdefault(config.attention.heads, index)
         self._kinds = list(self._firsts)
+
+    @property
+    def block_size(self) -> int:
+        """Returns 0 where no layer has attention."""
+        return next((self.pool.layer(first)[0].shape[1] for first in self._firsts.values()), 0)
 
     def kinds(self) -> Sequence[Structure]:
         tables = self._model.rotary.layers
@@ -86,7 +93,7 @@ class _AttentionPacker:
         packer, angles = self._packer, self._model.rotary.layers[index]
         layer = self._model.layers[index].attention
         num_rows = len(angles.cos) if angles.cos.stride(0) else 1
-        (keys, key_scales), (values, value_scales) = map(self._pages, self._pool.layer(index))
+        (keys, key_scales), (values, value_scales) = map(self._pages, self.pool.layer(index))
         return packer.filled(
             "AttentionLayer",
             layer,
@@ -98,7 +105,7 @@ class _AttentionPacker:
             cos=packer.address(angles.cos[:num_rows]),
             sin=packer.address(angles.sin[:num_rows]),
             angles_step=angles.cos.stride(0),
-            group=self._pool.group_of(index),
+            group=self.pool.group_of(index),
             heads=self._kinds.index(layer.config.heads),
             kv_parts=layer.config.num_kv_parts,
         )
@@ -114,7 +121,11 @@ def _pack_layer(
     packer: Packer, attention: _AttentionPacker, index: int, layer: DecoderLayer
 ) -> Structure:
     norms, mlp = layer.norms, layer.mlp
-    given = {"attention": attention.layer(index)}
+    given: dict[str, Structure] = {}
+    if isinstance(layer.mixer, DeltaNetLayer):
+        given["delta_net"] = _pack_delta_net(packer, layer.mixer, attention.pool, index)
+    else:
+        given["attention"] = attention.layer(index)
     if mlp is not None:
         given["mlp"] = _pack_mlp(packer, mlp.gate_up, mlp.down, mlp.config.size)
     if layer.experts is not None:
@@ -123,6 +134,21 @@ def _pack_layer(
         given["input"] = packer.filled("PerLayerInput", layer.per_layer_input)
     scalar = 1.0 if norms.scalar is None else float(norms.scalar)
     return packer.filled("Layer", norms, scalar=scalar, **given)
+
+
+def _pack_delta_net(packer: Packer, net: DeltaNetLayer, pool: LayerPools, index: int) -> Structure:
+    matrices, inputs = map(packer.address, pool.states(index))
+    packed = packer.filled(
+        "DeltaNetLayer",
+        net,
+        net.config,
+        matrices=matrices,
+        inputs=inputs,
+        group=pool.group_of(index),
+        projections=(structure("Linear") * 3)(*packer.linears(net.qkv)),
+    )
+    packed.projections[2] = packer.linear(net.gates)
+    return packed
 
 
 def _pack_mlp(packer: Packer, gate_up: Linear, down: Linear, size: int) -> Structure:

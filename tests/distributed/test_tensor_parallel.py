@@ -23,6 +23,5 @@ def test_so_they_do_where_torch_computes_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "load_library", lambda *_, **__: None)
-    monkeypatch.setattr(cpu, "load_delta_net_library", lambda: None)
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 2, num_tokens=60)

@@ -20,7 +20,6 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel, Model
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import PlainLinear, cpu_linear
-from penstock.engine.models.parts.delta_net.layer import torch_recurrence
 from penstock.engine.native.library import CODE_FORMATS, load_library
 from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
@@ -378,7 +377,6 @@ class Harness:
         self.block_size = block_size = options.get("block_size", BLOCK_SIZE)
         blocks_each = max_len // block_size
         num_blocks = num_sequences * blocks_each
-        recurrence = options.get("recurrence", torch_recurrence)
         native = options.get("native", False)
         dtype = options.get("dtype", torch.float32)
         self.model: Model
@@ -402,7 +400,6 @@ class Harness:
             ),
             max_model_len=max_len,
             device=CPU,
-            recurrence=recurrence,
         )
         kv_dtype = options.get("kv_dtype", dtype)
         self.pool: KVPool | KVPools

@@ -24,10 +24,8 @@ from penstock.engine.models.parts.attention.rotary import RotaryTables
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.layer import (
     DeltaNetLayer,
-    Recurrence,
     Segments,
     segments_of,
-    torch_recurrence,
 )
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.layer import Layer
@@ -157,7 +155,6 @@ class LlamaModel:
         num_load_threads: int = 1,
         shard: Shard | None = None,
         group: Group | None = None,
-        recurrence: Recurrence = torch_recurrence,
         maps_tables: bool = True,
         stage: Stage | None = None,
         pipeline: Pipeline | None = None,
@@ -172,7 +169,6 @@ class LlamaModel:
         self.shard = shard or Shard(config)
         self.group, self.pipeline = group, pipeline or Pipeline()
         self.stage = stage = stage or Stage(config, 0, 1)
-        self._recurrence = recurrence
         reader = PartReader(weights, make_linear, config.norm)
         read = partial(read_layer, config, weights, make_linear, group=group)
         with ThreadPoolExecutor(num_load_threads) as pool:
@@ -237,7 +233,7 @@ class LlamaModel:
                 self.group.doing.phase = f"layer {self.stage.layers.start + index}"
             x, mixer = layer.normed(residual), layer.mixer
             if isinstance(mixer, DeltaNetLayer):
-                mixed = mixer(x, self._recurrence, *pool.states(index), segments)
+                mixed = mixer(x, *pool.states(index), segments)
             else:
                 own = steps[pool.group_of(index)]
                 mixed = mixer(x, index, angles[index], *pool.layer(index), own)

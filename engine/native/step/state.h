@@ -63,6 +63,7 @@ struct Worker {
     std::vector<std::unique_ptr<Attention>> attention;  // of each kind of heads
     Bytes normalised, gathered, coded;
     Buffer<float> adapted;  // what adapters read of some tokens
+    Buffer<float> recurrence;
     Buffer<float> ordered;  // a row, in the order of the layer that reads it
     std::unique_ptr<float[]> row;  // of x, before it is coded
     std::unique_ptr<float[]> head;
@@ -83,7 +84,7 @@ struct Workspace {
                 attention.push_back(make_attention(rows, heads.head_dim));
             }
             const int64_t state_bytes = model.hidden * kWeightBytes;
-            workers.push_back({int(i), std::move(attention), {}, {}, {}, {}, {},
+            workers.push_back({int(i), std::move(attention), {}, {}, {}, {}, {}, {},
                                std::unique_ptr<float[]>(new float[model.hidden]),
                                std::unique_ptr<float[]>(new float[widest]),
                                std::unique_ptr<unsigned char[]>(new unsigned char[state_bytes])});
@@ -115,9 +116,12 @@ struct StepState {
           qkv_size(most([](const Layer &layer) {
               int64_t rows = 0;
               for (const Linear &linear : layer.attention.qkv) rows += linear.rows;
+              for (const Linear &linear : layer.delta_net.projections) rows += linear.rows;
               return rows;
           })),
-          attended_size(most([](const Layer &layer) { return layer.attention.output.columns; })),
+          attended_size(most([](const Layer &layer) {
+              return std::max(layer.attention.output.columns, layer.delta_net.output.columns);
+          })),
           x_step(padded(std::max(model.hidden, attended_size))), mlp_step(padded(model.mlp)),
           expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.num_per_token) {
         const int64_t rows = std::max(step.tokens, step.samples) + kSpare;
@@ -154,7 +158,7 @@ struct StepState {
     Workspace &workspace;
     const Model &model;
     const Step step;
-    const int64_t qkv_size, attended_size;  // between tokens: of queries, keys and values; of all heads
+    const int64_t qkv_size, attended_size;  // between tokens: of what a mixer's first product gives; of what it gives to its last
     const int64_t x_step, mlp_step, expert_step, expert_rows;
     float *residual, *wide, *change = nullptr;
     unsigned char *x;    // of X: normalised, then what the heads have attended to
@@ -181,8 +185,10 @@ struct StepState {
         count(model.inputs.projection, step.tokens);
         for (int64_t l = 0; l < model.num_layers; ++l) {
             const Layer &layer = model.layers[l];
-            for (const Linear &linear : {layer.attention.qkv[0], layer.attention.output, layer.mlp.gate,
-                                         layer.mlp.down, layer.input.gate, layer.input.projection})
+            const DeltaNetLayer &net = layer.delta_net;
+            for (const Linear &linear : {layer.attention.qkv[0], layer.attention.output, net.projections[0],
+                                         net.projections[2], net.output, layer.mlp.gate, layer.mlp.down,
+                                         layer.input.gate, layer.input.projection})
                 count(linear, step.tokens);
             if (!layer.experts.each) continue;
             count(layer.experts.shared.gate, step.tokens);

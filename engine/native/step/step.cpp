@@ -14,6 +14,7 @@
 #include "draw.h"
 #include "inputs.h"
 #include "models/parts/attention/step.h"
+#include "models/parts/delta_net/step.h"
 #include "models/parts/experts/step.h"
 #include "models/parts/mlp/step.h"
 #include "models/parts/per_layer_inputs/step.h"
@@ -45,7 +46,8 @@ class StepJob : public Job {
     void run_layer(StepThread &thread, int64_t index) {
         const Layer &layer = context_.state.model.layers[index];
         const bool has_mlp = layer.mlp.size, has_experts = layer.experts.each, has_input = layer.input.gate.rows;
-        attention_.run(thread, index);
+        if (layer.delta_net.output.rows) delta_net_.run(thread, index);
+        else attention_.run(thread, index);
         context_.norms.add_change(thread, index, layer.attended_norm);
         if (has_mlp) mlp_.run(thread, index);
         const float scalar = has_input ? 1.0f : float(layer.scalar);
@@ -63,6 +65,7 @@ class StepJob : public Job {
     EmbeddingPhases embedding_{context_};
     PerLayerInputPhases inputs_{context_};
     AttentionPhases attention_{context_};
+    DeltaNetPhases delta_net_{context_};
     MlpPhases mlp_{context_};
     ExpertsPhases experts_{context_};
     HeadPhases head_{context_};

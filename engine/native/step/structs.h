@@ -51,6 +51,23 @@ struct AttentionLayer {
     int64_t has_gates;  // qkv gives one after each head's query: its sigmoid multiplies what the head has attended to
 };
 
+// ---- Gated delta nets ---------------------------------------------------------------------------
+
+struct DeltaNetLayer {
+    // The convolution's inputs and output gates, in one or two; then beta of each value head, and what its decay is
+    // made of.
+    Linear projections[3];
+    Linear output;
+    // Each key head serves as many value heads, one after the other.
+    int64_t num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
+    const float *taps;          // (num_taps, channels): of queries, keys and values
+    const float *decay, *bias;  // of each value head; decay: -exp(A_log)
+    const float *norm;          // (value_dim)
+    float *matrices;            // (states, num_value_heads, key_dim, value_dim)
+    float *inputs;              // (states, num_taps - 1, channels)
+    int64_t group;              // whose block tables have states
+};
+
 // ---- MLP ----------------------------------------------------------------------------------------
 
 struct MlpLayer {
@@ -105,6 +122,7 @@ struct Layer {
     // Null where there is none: of what attention reads and gives, and of what the MLP, or the experts, read and give.
     const float *input_norm, *attended_norm, *mlp_norm, *active_norm;
     AttentionLayer attention;
+    DeltaNetLayer delta_net;  // in place of attention
     MlpLayer mlp;
     ExpertsLayer experts;
     PerLayerInput input;
@@ -178,6 +196,9 @@ struct Step {
     const AdapterRun *runs;  // in the order of the tokens
     int64_t num_runs, width;  // width: the most that the ranks of a stack in one of them add up to
     int64_t timeout_ns;       // for how long another rank is waited for
+    // (num_snapshots, 3): a sequence, how many of its tokens, and the state that then has a copy of its state.
+    const int64_t *snapshots;
+    int64_t num_snapshots;
     const float *input_rows;  // (tokens, num_layers * inputs.size), added to the layers' own inputs
     // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Where layers have inputs of
     // their own, the embedded tokens follow, (tokens, hidden), of which these are made. Null in the first stage, which

@@ -19,16 +19,13 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.layer import (
     DeltaNetLayer,
-    Recurrence,
     Segment,
     torch_recurrence,
 )
-from penstock.engine.native.library import load_delta_net_library
-from penstock.engine.native.parts.delta_net import NativeRecurrence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
-from tests.support.compiler import HAS_COMPILER, needs_compiler
+from tests.support.compiler import needs_compiler
 from tests.support.delta_nets import delta_net_layer
 from tests.support.executors import cpu_executor
 from tests.support.stepping import SteppedEngine, ids_of
@@ -45,15 +42,10 @@ TOLERANCE = 1e-4
 CHUNKS = (1, 7, 64)
 
 
-@pytest.fixture(params=["torch", "native"], scope="module")
-def recurrence(request: pytest.FixtureRequest) -> Recurrence:
-    if request.param == "torch":
-        return torch_recurrence
-    if not HAS_COMPILER:
-        pytest.skip("there is no C++ compiler")
-    library = load_delta_net_library()
-    assert library is not None
-    return NativeRecurrence(library, 2)
+@pytest.fixture(params=[False, pytest.param(True, marks=needs_compiler)], ids=["torch", "native"])
+def native(request: pytest.FixtureRequest) -> bool:
+    """Whether the compiled step computes the model."""
+    return bool(request.param)
 
 
 @pytest.fixture(params=HYBRID_FAMILIES, scope="module")
@@ -66,32 +58,32 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return path, model(prompts).logits, prompts
 
 
-def harness(path: Path, prompts: Tensor, recurrence: Recurrence) -> Harness:
-    made = Harness(path, recurrence=recurrence)
+def harness(path: Path, prompts: Tensor, native: bool, **options: Any) -> Harness:
+    made = Harness(path, native=native, **options)
     made.token_table[: len(prompts), :PROMPT_LEN] = prompts
     return made
 
 
 def test_in_chunks_and_in_company_the_logits_are_those_of_transformers(
-    family: Any, recurrence: Recurrence
+    family: Any, native: bool
 ) -> None:
     path, expected, prompts = family
-    made = harness(path, prompts, recurrence)
+    made = harness(path, prompts, native)
     found = [made.run([(0, start, 7)])[0] for start in range(0, 35, 7)]
     for position in range(35, PROMPT_LEN):
         rows = (0, position, 1), (1, position - 35, 1)
         found.append(made.run(rows, num_decodes=2 if position > 35 else 0)[0])
     torch.testing.assert_close(torch.cat(found), expected[0], atol=TOLERANCE, rtol=0)
-    both = harness(path, prompts, recurrence).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
+    both = harness(path, prompts, native).run([(0, 0, PROMPT_LEN), (1, 0, 20)])
     torch.testing.assert_close(both[0], expected[0], atol=TOLERANCE, rtol=0)
     torch.testing.assert_close(both[1], expected[1, :20], atol=TOLERANCE, rtol=0)
 
 
 def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
-    family: Any, recurrence: Recurrence
+    family: Any, native: bool
 ) -> None:
     path, expected, prompts = family
-    made = harness(path, prompts, recurrence)
+    made = harness(path, prompts, native)
     in_middle, at_end = StateSnapshot(1, 12, 4), StateSnapshot(1, 40, 5)
     made.run(((1, 0, 30), (0, 0, 40)), snapshots=(in_middle, at_end))
     made.block_tables[0, 2] = made.block_tables[0, 0]
@@ -104,7 +96,6 @@ def test_a_sequence_goes_on_from_a_snapshot_that_another_step_took(
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)])
 def test_a_model_of_which_every_layer_has_attention_has_no_states(
     native: bool, name: str, tmp_path: Path
 ) -> None:
@@ -147,7 +138,7 @@ def layer() -> Iterator[tuple[DeltaNetLayer, Tensor, Tensor]]:
 
 
 def run_in_chunks(
-    recurrence: Recurrence, layer: tuple[DeltaNetLayer, Tensor, Tensor], size: int
+    layer: tuple[DeltaNetLayer, Tensor, Tensor], size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, and the matrices and inputs of the state."""
     net, projected, gates = layer
@@ -159,27 +150,64 @@ def run_in_chunks(
         part = slice(first, first + size)
         end = len(projected[part])
         segments = [[Segment(0, end, 1 if first else -1, 1)]]
-        outputs.append(recurrence(net, projected[part], gates[part], matrices, inputs, segments))
+        given = (projected[part], gates[part], matrices, inputs, segments)
+        outputs.append(torch_recurrence(net, *given))
     return torch.cat(outputs), matrices[1], inputs[1]
 
 
-def test_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
-    recurrence: Recurrence, layer: tuple[DeltaNetLayer, Tensor, Tensor]
+def test_in_torch_a_state_has_the_same_bits_after_chunks_of_1_and_7_and_64(
+    layer: tuple[DeltaNetLayer, Tensor, Tensor],
 ) -> None:
-    first, *others = (run_in_chunks(recurrence, layer, size) for size in CHUNKS)
+    first, *others = (run_in_chunks(layer, size) for size in CHUNKS)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler")
-def test_the_compiled_recurrence_is_that_of_torch(
-    layer: tuple[DeltaNetLayer, Tensor, Tensor],
+# Of which no width is of whole vectors of 16 numbers.
+_ODD = {"linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 84}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("qwen3_5_moe", **_ODD), tmp_path_factory.mktemp("odd"))
+
+
+def states(made: Harness, slot: int) -> tuple[Tensor, Tensor]:
+    """The matrices and the inputs of a sequence, of all layers."""
+    assert isinstance(made.pool, KVPools) and made.pool.recurrent is not None
+    return made.pool.recurrent.matrices[:, slot], made.pool.recurrent.inputs[:, slot]
+
+
+def bits(made: Harness, slot: int, size: int, *others: tuple[int, int, int]) -> list[Tensor]:
+    """A sequence's logits, and its state after a prompt in chunks of this size; others: rows of
+    each step that come before it."""
+    logits = []
+    for start in range(0, PROMPT_LEN, size):
+        row = (slot, start, min(size, PROMPT_LEN - start))
+        logits.append(made.run([*others, row])[-1])
+    return [torch.cat(logits), *states(made, slot)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_bits_in_chunks_in_company_and_with_other_threads(
+    dtype: torch.dtype, odd: Path
 ) -> None:
-    library = load_delta_net_library()
-    assert library is not None
-    found = run_in_chunks(NativeRecurrence(library, 2), layer, 64)
-    for mine, expected in zip(found, run_in_chunks(torch_recurrence, layer, 64), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
+    prompts = torch.randint(3, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    prompts = prompts[[0, 1, 0]]
+    alone = bits(harness(odd, prompts, native=True, dtype=dtype), 0, PROMPT_LEN)
+    for size in CHUNKS:
+        made = harness(odd, prompts, native=True, dtype=dtype, threads=3)
+        for found in (bits(made, 0, size), bits(made, 2, size, (1, 0, 23), (3, 0, 1))):
+            assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
+@needs_compiler
+def test_the_compiled_recurrence_is_that_of_torch(odd: Path) -> None:
+    prompt = torch.randint(3, 96, (1, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    mine, expected = (bits(harness(odd, prompt, native), 0, 64) for native in (True, False))
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
 def test_answers_of_200_tokens_are_greedy_with_chunks_preemption_hits_and_samples(
@@ -260,7 +288,7 @@ def test_encoders_and_draft_layers_are_not_read(tmp_path: Path) -> None:
     kept = {n: t for n, t in tensors.items() if not n.startswith("model.visual.")}
     save_file(kept | {"mtp.fc.weight": torch.zeros(2)}, path / "model.safetensors")
     prompts = torch.arange(3, 3 + PROMPT_LEN)[None]
-    harness(path, prompts, torch_recurrence).run([(0, 0, 9)])
+    harness(path, prompts, native=False).run([(0, 0, 9)])
 
 
 @pytest.mark.parametrize(

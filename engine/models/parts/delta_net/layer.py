@@ -8,11 +8,11 @@ before decays, by the factor exp(g):
     S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
 
 The tokens of a sequence are computed one after the other, so that what is kept of a sequence has
-the same bits however its tokens are divided into steps. `recurrence.cpp` computes
+the same bits however its tokens are divided into steps. `recurrence.h` computes
 the same. Source: Yang et al. 2024 (arXiv:2412.06464); the layer is Qwen3.5's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,11 +39,6 @@ class Segment(NamedTuple):
 
 # A step has segments of each sequence: each begins where the one before ended.
 Segments = Sequence[Sequence[Segment]]
-# (layer, projected, gates, matrices, inputs, segments) -> (T, values) float32: what the layer's
-# output projection reads. projected: (T, channels + values) float32, the convolution's inputs and
-# the output gate. gates: (T, 2 * num_value_heads) float32. matrices, inputs: see `StatePool`; the
-# states of the segments are written to them.
-Recurrence = Callable[["DeltaNetLayer", Tensor, Tensor, Tensor, Tensor, Segments], Tensor]
 
 
 def segments_of(step: ModelInput) -> Segments:
@@ -73,7 +68,12 @@ def torch_recurrence(
     inputs: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """See `Recurrence`."""
+    """Returns what the layer's output projection reads, (T, values) float32, and writes the states
+    of the segments.
+
+    projected: (T, channels + values) float32, the convolution's inputs and the output gate. gates:
+    (T, 2 * num_value_heads) float32. matrices, inputs: see `StatePool`.
+    """
     config = layer.config
     out = projected.new_empty(len(projected), config.num_values)
     for first, end, source, target in (each for of_one in segments for each in of_one):
@@ -133,12 +133,12 @@ class DeltaNetLayer(PartLayer[DeltaNet]):
     def __call__(
         self,
         x: Tensor,
-        recurrence: Recurrence,
         matrices: Tensor,
         inputs: Tensor,
         segments: Segments,
     ) -> Tensor:
-        """Returns its output for x, (T, hidden_size), on this rank. The rest: see `Recurrence`."""
+        """Returns its output for x, (T, hidden_size), on this rank. The rest: see
+        `torch_recurrence`."""
         projected, gates = self.qkv(x).float(), self.gates(x).float()
-        given = recurrence(self, projected, gates, matrices, inputs, segments)
+        given = torch_recurrence(self, projected, gates, matrices, inputs, segments)
         return self.output(given.to(x.dtype))
