@@ -72,7 +72,6 @@ class GpuLoading(DecoderLoading):
     place: TorchRanks | SoleDevice
     default_block_size = 64
     flash: FlashPrefill | None = None
-    """Set once the weights are there."""
 
     def alone(self) -> SoleDevice:
         return SOLE_DEVICE
@@ -162,7 +161,6 @@ class GpuLoading(DecoderLoading):
         what = "compiling kernels, running the largest step, and checking the GPU"
         with self.phases.timed("activations", what), failures(self.way):
             self.choose_prefill()
-            self._release()
             self._run_steps(None)
             if self._slots is not None:
                 seqs = self.config.scheduler.max_num_seqs
@@ -180,27 +178,18 @@ class GpuLoading(DecoderLoading):
         self.device.release()
 
     def choose_prefill(self) -> None:
-        self.flash = flash_prefill(
-            self.config,
-            self.device,
-            self.model.attention_windows(self.block_size),
-            (self.dtype, self.kv_type),
-            self._has_sinks,
-        )
+        of_model = self.model, self.block_size, {self.dtype, self.kv_type}
+        self.flash = flash_prefill(self.config, self.device, *of_model)
+        self._release()
 
     def check(self) -> None:
         """Raises GpuWayFailed."""
         part, groups = first_layers(self.llama), len(self.pools)
         size = checked_size(self.block_size, groups, self.longest)
-        # Prompts as short as the check's are in graphs, which have no chunks of FlashAttention's.
-        without_graphs = (False,) if self._uses_graphs and self.flash is not None else ()
-        for use_graphs in (self._uses_graphs, *without_graphs):
+        # Graphs, which have prompts as short as the check's, have no chunks of FlashAttention's.
+        for use_graphs in {self._uses_graphs, self._uses_graphs and self.flash is None}:
             loaded = self._model_with(size, None, use_graphs=use_graphs, part=part)
             check(CudaExecutor(loaded), part, self.way, self.config.scheduler)
-
-    @property
-    def _has_sinks(self) -> bool:
-        return any(attention.has_sinks for attention in self.model.attentions)
 
     def _run_steps(self, adapters: Adapters | None) -> None:
         num_groups = len(self.pools)
@@ -277,7 +266,7 @@ class GpuLoading(DecoderLoading):
             device=device,
             max_rows=seqs,
             max_tokens=scheduler.max_step_tokens,
-            has_sinks=self._has_sinks,
+            has_sinks=any(attention.has_sinks for attention in self.model.attentions),
             flash=self.flash,
         )
         fused = FusedModel(llama, pool, attention, seqs, self._slots, self.place.pipeline)

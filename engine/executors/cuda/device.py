@@ -21,8 +21,7 @@ _LARGEST_PROBE_BYTES = 2**31
 class Device(Protocol):
     """has_kernels: whether it computes by those of a GPU. compiles_kernels: whether these must be
     compiled, and checked, at the start. moves_memory: what `bandwidth` measures, as a participle.
-    capability: the major number of a GPU's, or None.
-    """
+    capability: its major number, or None."""
 
     device: torch.device
     name: str
@@ -60,8 +59,7 @@ class CudaGpu:
         """Raises InvalidConfig for a GPU that is too old."""
         self.device = device
         self.name = torch.cuda.get_device_name(device)
-        capability = torch.cuda.get_device_capability(device)
-        check_capability(self.name, capability)
+        check_capability(self.name, capability := torch.cuda.get_device_capability(device))
         self.capability: int | None = capability[0]
 
     @property

@@ -124,7 +124,7 @@ def _check(shape: AttentionShape) -> None:
             f"--block-size is {shape.block_size}, but flash-attn requires a multiple of "
             f"{_BLOCK_MULTIPLE}; use --block-size {fitting}, or --attention-backend triton"
         )
-    if shape.head_dim % 8 or shape.head_dim > 256:
+    if not shape.is_flash:
         raise InvalidConfig(
             f"this model's heads have {shape.head_dim} dimensions, but flash-attn requires a "
             "multiple of 8, at most 256; use --attention-backend triton"

@@ -1,18 +1,12 @@
-"""FlashAttention 3 for prefill chunks, where a library of it is installed.
+"""FlashAttention 3 for prefill chunks, by the operator of an installed library: it writes to a
+given tensor, unlike the functions in Python, and is the same in both libraries.
 
-Its operator is called rather than a function of Python: the operator writes to the tensor that it
-is given, and the package flash_attn_3 and vLLM's fork have it under the same names. Of vLLM the
-library's file alone is loaded. The host never waits for the device: lengths stay there, and the
-largest ones are the most that the step's tokens and a block table can hold. Keys are never split
-among programs, so that a chunk's result depends on nothing beside it.
-
-Interface: hopper/flash_api.cpp of Dao-AILab/flash-attention, and hopper/flash_api_torch_lib.cpp of
-vllm-project/flash-attention, whose further arguments have no defaults.
+Interface: hopper/flash_api.cpp of Dao-AILab/flash-attention, hopper/flash_api_torch_lib.cpp of
+vllm-project/flash-attention.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +21,11 @@ _LIBRARIES = {
     "flash_attn_3": ("_C*.so", "flash_attn_3"),
     "vllm": ("vllm_flash_attn/_vllm_fa3_C*.so", "_vllm_fa3_C"),
 }
-# What arguments that we do not give are, where None is not allowed.
-_NEUTRAL = {
-    "softcap": 0.0,
-    "attention_chunk": 0,
-    "is_rotary_interleaved": False,
-    "sm_margin": 0,
-    "cp_world_size": 1,
-    "cp_rank": 0,
-}
-# Of `error`: two chunks; how many keys the first has beside a window's; and the widest window that
-# is exceeded.
-_CHUNKS, _CONTEXT, _WIDEST = (150, 70), 500, 8192
+# What vLLM's has no defaults of, and None is not allowed for.
+_NEUTRAL = {"softcap": 0.0, "is_rotary_interleaved": False, "sm_margin": 0}
+_NEUTRAL |= {"cp_world_size": 1, "cp_rank": 0}
+# Of `error`: tokens of two chunks, and of the first one's context beside a window, up to a limit.
+_CHUNKS, _CONTEXT, _WINDOW = (150, 70), 500, 8192
 
 
 def library() -> tuple[Path, str] | None:
@@ -55,18 +42,17 @@ class FlashPrefill:
     """Prompt chunks, as `PagedPrefill`."""
 
     def __init__(self, file: Path, namespace: str) -> None:
-        """See `library`. Raises OSError or AttributeError for a library that cannot be loaded."""
+        """See `library`. Raises what loading it raises."""
         torch.ops.load_library(file)
         self._fwd = getattr(torch.ops, namespace).fwd.default
-        arguments = self._fwd._schema.arguments
-        self._others = {
-            each.name: _NEUTRAL.get(each.name) for each in arguments if not each.has_default_value()
-        }
+        needed = (each for each in self._fwd._schema.arguments if not each.has_default_value())
+        self._others = {each.name: _NEUTRAL.get(each.name) for each in needed}
         self._tables: dict[int, Tensor] = {}  # of the chunks, by group of layers
 
     @staticmethod
-    def fits(shape: AttentionShape) -> bool:
-        return shape.head_dim % 8 == 0 and shape.head_dim <= 256
+    def takes(step: DeviceStep) -> bool:
+        """Not in a graph, some of whose rows have no tokens: that was not tried on a GPU."""
+        return step.chunk_starts is not None and step.decode_lens is None
 
     def plan(self, step: DeviceStep) -> None:
         slots = step.slots[step.num_decodes :]
@@ -74,66 +60,48 @@ class FlashPrefill:
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
         """query, out: of the chunks alone."""
-        keys, values, window, sinks = layer
-        assert sinks is None and isinstance(keys, Tensor), "see penstock.engine.loading.prefill"
-        tables = self._tables[step.group]
+        keys, values, window, _ = layer
+        tables, lens = self._tables[step.group], step.context_lens[step.num_decodes :]
         # How many keys before and after its own a query sees; -1 is all that causality allows.
         left, right = (-1, -1) if window is None else (window - 1, 0)
-        given: dict[str, Any] = {
-            "q": query,
-            "k": keys,
-            "v": values,
-            "out": out,
-            "cu_seqlens_q": step.chunk_starts,
-            "seqused_k": step.context_lens[step.num_decodes :],
-            "max_seqlen_q": len(query),
-            "max_seqlen_k": tables.shape[1] * keys.shape[1],
-            "page_table": tables,
+        given = {
+            "q": query, "k": keys, "v": values, "out": out, "cu_seqlens_q": step.chunk_starts,
+            "seqused_k": lens, "page_table": tables, "max_seqlen_q": len(query),
+            "max_seqlen_k": tables.shape[1] * keys.shape[1], "is_causal": True,
+            "window_size_left": left, "window_size_right": right,
             "softmax_scale": query.shape[-1] ** -0.5,
-            "is_causal": True,
-            "window_size_left": left,
-            "window_size_right": right,
-            "num_splits": 1,
-        }
+            "num_splits": 1,  # so that a chunk's result depends on nothing beside it
+        }  # fmt: skip
         self._fwd(**(self._others | given))
 
     def error(
         self, shape: AttentionShape, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> float:
-        """How far off torch's result in float32 it is, each head relative to its norm: of two
-        chunks whose blocks are anywhere in a pool. One key too many or too few is about the root of
-        1 / (the keys that a query sees)."""
-        chance = torch.Generator(device).manual_seed(0)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=chance, device=device, dtype=dtype)
-
-        def ints(*values: int) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        """How far off torch's result in float32 two chunks are, each head relative to its norm. One
+        key too many or too few is about the root of 1 / (the keys that a query sees)."""
+        torch_attention, chance = TorchAttention(), torch.Generator(device).manual_seed(0)
         first, second = _CHUNKS
-        lens = (_CONTEXT + min(window or 0, _WIDEST), second)
-        num_blocks = -(-max(lens) // shape.block_size)
-        pool = (len(lens) * num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        keys, values = normal(*pool), normal(*pool)
-        blocks = torch.randperm(pool[0], generator=chance, device=device)
-        num_tokens = first + second
-        step = DeviceStep(
-            token_ids=ints(*range(num_tokens)),
-            positions=ints(*range(lens[0] - first, lens[0]), *range(second)),
-            kv_slots=ints(*range(num_tokens)),
-            slots=ints(1, 0),
-            context_lens=ints(*lens),
-            num_decodes=0,
-            chunk_starts=ints(0, first, num_tokens),
-            block_tables=blocks.to(torch.int32).view(len(lens), num_blocks),
+        length, num_tokens = _CONTEXT + min(window or 0, _WINDOW), first + second
+        num_blocks, heads = -(-length // shape.block_size), shape.num_kv_heads
+        sizes = (2 * num_blocks, shape.block_size, heads), (num_tokens, shape.num_heads)
+        pool, query = ((*size, shape.head_dim) for size in sizes)
+        keys, values, queries = (
+            torch.randn(size, generator=chance, device=device, dtype=dtype)
+            for size in (pool, pool, query)
         )
-        query = normal(num_tokens, shape.num_heads, shape.head_dim)
-        out, expected = torch.full_like(query, torch.nan), torch.empty_like(query).float()
+        blocks = torch.randperm(pool[0], generator=chance, device=device).int()
+        numbers = torch.arange(length, device=device).int()
+        step = DeviceStep(
+            token_ids=numbers[:num_tokens], kv_slots=numbers[:num_tokens], slots=numbers[:2],
+            positions=torch.cat((numbers[-first:], numbers[:second])), num_decodes=0,
+            context_lens=numbers.new_tensor((length, second)), block_tables=blocks.view(2, -1),
+            chunk_starts=numbers.new_tensor((0, first, num_tokens)),
+        )  # fmt: skip
+        out, expected = torch.full_like(queries, torch.nan), torch.empty_like(queries).float()
         self.plan(step)
-        self(query, LayerContext(keys, values, window), step, out)
-        reference = TorchAttention()
-        reference.plan(step)
-        reference(query.float(), LayerContext(keys.float(), values.float(), window), step, expected)
+        torch_attention.plan(step)
+        self(queries, LayerContext(keys, values, window), step, out)
+        context = LayerContext(keys.float(), values.float(), window)
+        torch_attention(queries.float(), context, step, expected)
         of_each = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
         return float(of_each.square().mean().sqrt())

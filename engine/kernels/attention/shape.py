@@ -16,3 +16,8 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether FlashAttention has kernels for such heads."""
+        return self.head_dim % 8 == 0 and self.head_dim <= 256

@@ -17,8 +17,7 @@ from penstock.engine.step.device_step import DeviceStep, Rotation
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The layers whose heads are alike. windows: those that they have. flash: what computes chunks
-    in place of our kernel, in steps whose decodes the host knows."""
+    """The layers whose heads are alike. windows: those that they have. flash: for chunks."""
 
     windows: Collection[int | None]
     decode: PagedDecode
@@ -49,21 +48,21 @@ class PagedAttention:
         flash: FlashPrefill | None = None,
     ) -> None:
         """windows: all that the model's layers have, by the shape of these. max_rows, max_tokens:
-        of one step. dtype: of queries; keys and values have it too, or are codes. flash: for the
-        chunks of steps that no graph has, in layers of the shapes that it fits."""
+        of one step. dtype: of queries; keys and values have it too, or are codes. flash: for
+        chunks in layers that it fits."""
         self._flash = flash
         self._kinds = {
             (shape.num_kv_heads, shape.head_dim): _Kind(
                 each,
                 PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
                 PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
-                flash if flash is not None and flash.fits(shape) else None,
+                flash if shape.is_flash else None,
             )
             for shape, each in windows.items()
         }
 
     def plan(self, step: DeviceStep) -> None:
-        if self._flash is not None and _may_be_flash(step):
+        if self._flash is not None and self._flash.takes(step):
             self._flash.plan(step)
         if step.group:
             return  # lengths are those of the first group, and tables are read by each layer
@@ -80,11 +79,9 @@ class PagedAttention:
         slots, lens, kind = step.slots[first:], step.context_lens[first:], self._kind(layer.keys)
         if num:
             kind.decode(query[:num], layer, tables, out[:num])
-        if (starts := step.chunk_starts) is None:
-            return
-        if kind.flash is not None and _may_be_flash(step):
+        if kind.flash is not None and kind.flash.takes(step):
             kind.flash(query[first:], layer, step, out[first:])
-        else:
+        elif (starts := step.chunk_starts) is not None:
             kind.prefill(query[first:], layer, tables, slots, starts, lens, out[first:])
 
     def rotated(
@@ -101,9 +98,3 @@ class PagedAttention:
 
     def _kind(self, keys: KVPages) -> _Kind:
         return self._kinds[keys.shape[2], keys.shape[3]]
-
-
-def _may_be_flash(step: DeviceStep) -> bool:
-    """Not in a graph, which is captured once for any rows, of which some have no tokens: whether a
-    library computes those rightly has not been tried on a GPU."""
-    return step.chunk_starts is not None and step.decode_lens is None
