@@ -85,12 +85,13 @@ def kept_on_gpu(model: ModelConfig, device: torch.device) -> CodePolicy:
     return OnGpu(device) if model.experts is None else AsStored()
 
 
-def check_experts_on_gpu(model: ModelConfig, quantization: Quantization | None) -> None:
-    """Raises InvalidConfig for a mixture that --quantization is to round."""
-    if model.experts is not None and quantization is not None:
+def check_rounding_on_gpu(model: ModelConfig, quantization: Quantization | None) -> None:
+    """Raises InvalidConfig for a mixture, or delta nets, that --quantization is to round."""
+    lacking = "the experts of a mixture" if model.experts is not None else "gated delta nets"
+    if quantization is not None and (model.experts is not None or any(model.recurrent)):
         raise InvalidConfig(
-            f"--quantization is {quantization}, and a GPU computes the experts of a mixture from "
-            "plain weights alone; leave it out, or use --device cpu"
+            f"--quantization is {quantization}, and a GPU computes {lacking} from plain weights "
+            "alone; leave it out, or use --device cpu"
         )
 
 

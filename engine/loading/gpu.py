@@ -25,7 +25,7 @@ from penstock.engine.kernels.attention.flash_prefill import FlashPrefill
 from penstock.engine.kernels.launch import device_overlaps, set_overlap
 from penstock.engine.loading.description import dtype_name
 from penstock.engine.loading.devices import (
-    check_experts_on_gpu,
+    check_rounding_on_gpu,
     choose_dtype,
     kept_on_gpu,
     measure_rates,
@@ -81,7 +81,7 @@ class GpuLoading(DecoderLoading):
         self.way = self._choose_way()
         set_overlap(False if device_overlaps() and self.way is not GpuWay.PDL else None)
         check_parts(self.whole)
-        check_experts_on_gpu(self.whole, config.quantization)
+        check_rounding_on_gpu(self.whole, config.quantization)
         kept = kept_on_gpu(model, gpu.device)
         self.plan_weights(choose_dtype(config.dtype, gpu.device), kept, OnGpu(_META))
         num_weight_bytes = (self.num_weight_bytes or 0) + model.table_bytes(self.dtype.itemsize)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.engine.config import Dtype, KVCacheDtype, LoraConfig, Quantization
-from penstock.engine.loading.devices import check_experts_on_gpu
+from penstock.engine.loading.devices import check_rounding_on_gpu
 from penstock.engine.memory.dtypes import TORCH_DTYPES
 from penstock.engine.memory.hardware import peak_bandwidth
 from penstock.engine.models.config import ModelConfig
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         quantization = Quantization(options.quantization) if options.quantization else None
         kv_cache_dtype = KVCacheDtype(options.kv_cache_dtype)
         model = ModelConfig.from_dir(options.model)
-        check_experts_on_gpu(model, quantization)
+        check_rounding_on_gpu(model, quantization)
         lora = None
         if options.enable_lora:
             lora = LoraConfig(max_loras=options.max_loras, max_rank=options.max_lora_rank)

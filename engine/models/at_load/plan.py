@@ -23,6 +23,8 @@ from penstock.engine.models.parts.reader import WeightSource
 VERSION = 1
 # Rows this short are of models so small that 4 bits save little and cost much.
 _LEAST_COLUMNS_OF_4_BITS = 256
+# Of delta nets: few rows, of which a state forgets or keeps what it has.
+_GATES = ".linear_attn.in_proj_a"
 _META = torch.device("meta")
 
 
@@ -36,7 +38,10 @@ class Scheme:
     first_layer: int = 0
 
     def parts(self, names: tuple[str, ...], rows: int, in_features: int) -> list[Part]:
-        """The parts of a layer that is stacked from `names`, in the order of its rows."""
+        """The parts of a layer that is stacked from `names`, in the order of its rows; none where
+        it stays plain."""
+        if names[-1].endswith(_GATES):
+            return []
         if len(names) > 1 and names[-1].endswith(".v_proj"):
             index = int(names[-1].removeprefix("model.layers.").partition(".")[0])
             attention = self.model.layers[index - self.first_layer].attention

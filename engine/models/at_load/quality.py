@@ -17,10 +17,12 @@ from torch import Tensor
 from penstock.engine.memory.pool.kv_codes import KVPages
 from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.memory.pool.kv_shape import KVShape
+from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import read_layer
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.attention.rotary import RotaryTables
+from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer, segments_of
 from penstock.engine.models.parts.norm.layer import rms_norm
 from penstock.engine.models.parts.per_layer_inputs.layer import PerLayerInputsTable
 from penstock.engine.models.parts.reader import PartReader, WeightSource
@@ -88,8 +90,12 @@ def compare(
         after = []
         for weights, before, pool, own in zip(sides, states, pools, inputs, strict=True):
             layer = read_layer(model, weights, PlainLinear, index)
-            of_layer = (angles[index], *pool.layer(index))
-            mixed = layer.attention(layer.normed(before), index, *of_layer, step)
+            x, mixer = layer.normed(before), layer.mixer
+            if isinstance(mixer, DeltaNetLayer):
+                state = StatePool(mixer.config.state_shape(1), 1, device).layer(0)
+                mixed = mixer(x, *state, segments_of(step))
+            else:
+                mixed = mixer(x, index, angles[index], *pool.layer(index), step)
             after.append(layer.go_on(index, before, mixed, step, own[index]))
         states = after
     return _compared(

@@ -66,11 +66,6 @@ def quantization_plan(
     `Plan.of`. Raises InvalidConfig for a model that nothing computes from codes."""
     if method is None:
         return None
-    if any(model.recurrent):
-        raise InvalidConfig(
-            f"--quantization is {method}, and a model with gated delta nets is computed from plain "
-            "weights alone; leave it out"
-        )
     if stage is not None and stage.num_stages > 1 and model.per_layer_inputs is not None:
         raise InvalidConfig(
             f"--quantization is {method}, and a stage cannot round its own layers' rows of "

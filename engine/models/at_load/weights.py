@@ -69,8 +69,8 @@ CodesOf = Callable[[Part], Codes]
 
 
 class QuantizedWeights:
-    """Another source, whose linear layers are all quantized; embedding, norms and biases are its
-    own."""
+    """Another source, whose linear layers are quantized as `parts_of` says; embedding, norms and
+    biases are its own."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class QuantizedWeights:
     def table(self, shape: tuple[int, int], name: str) -> Tensor:
         return self._plain.table(shape, name)
 
-    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear:
+    def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         linears = []
         row = 0
         for part in self._parts_of(names, *shape):
@@ -100,5 +100,7 @@ class QuantizedWeights:
             part_bias = None if bias is None else bias[row:end]
             linears.append(part.linear(self._codes_of(part), part_bias))
             row = end
+        if not linears:
+            return None
         linear = linears[0] if len(linears) == 1 else StackedLinear(linears)
         return self._kept.layer(linear) or linear

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
 from penstock.engine.config import Quantization
-from penstock.engine.loading.devices import check_experts_on_gpu, kept_on_gpu
+from penstock.engine.loading.devices import check_rounding_on_gpu, kept_on_gpu
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.formats.fp8.config import Fp8
@@ -139,10 +139,10 @@ def test_a_gpu_keeps_no_codes_of_a_mixture() -> None:
     shape = (Fp8((128, 128)), 2048, 2048)
     assert kept_on_gpu(mixture, DEVICE).num_bytes(*shape) is None
     assert kept_on_gpu(dense, DEVICE).num_bytes(*shape) is not None
-    check_experts_on_gpu(mixture, None)
-    check_experts_on_gpu(dense, Quantization.INT8)
+    check_rounding_on_gpu(mixture, None)
+    check_rounding_on_gpu(dense, Quantization.INT8)
     with pytest.raises(InvalidConfig, match=r"--quantization is int8, .* use --device cpu"):
-        check_experts_on_gpu(mixture, Quantization.INT8)
+        check_rounding_on_gpu(mixture, Quantization.INT8)
 
 
 def test_experts_in_codes_are_refused_by_name() -> None:

@@ -3,6 +3,7 @@ into steps, and snapshots from which it goes on."""
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import Quantization
+from penstock.engine.memory.host import Arena
 from penstock.engine.memory.pool.kv_layout import divide, longest_that_fits
 from penstock.engine.memory.pool.kv_pool import KVPools
+from penstock.engine.models.at_load.quantize import Rounder, quantization_plan
+from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.layer import (
     DeltaNetLayer,
     Segment,
     torch_recurrence,
 )
+from penstock.engine.models.weights import Checkpoint
+from penstock.engine.process.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
 from tests.support.compiler import needs_compiler
 from tests.support.delta_nets import delta_net_layer
@@ -249,11 +255,57 @@ def test_answers_of_200_tokens_are_greedy_with_chunks_preemption_hits_and_sample
         assert len(answer) == 200 and (logits.amax(1) - chosen).max() < TOLERANCE
 
 
-def test_quantization_refuses_them_by_name(tmp_path: Path) -> None:
-    path = save(make_model("qwen3_5_narrow"), tmp_path)
-    wanted = engine_config(path, quantization=Quantization.INT8)
-    with pytest.raises(InvalidConfig, match="--quantization is int8"):
-        cpu_executor(wanted, path)
+# Wide enough for 4 bits; the output projection reads 320 columns, and an expert's 256.
+_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 80,
+}
+_WIDE_EXPERTS = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 272}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("method", [Quantization.INT8, Quantization.INT4, Quantization.FP8])
+def test_rounded_at_load_the_compiled_step_computes_what_torch_does_of_the_same_codes(
+    method: Quantization, name: str, tmp_path: Path
+) -> None:
+    path = save(make_model(name, **_WIDE, **(_WIDE_EXPERTS if "moe" in name else {})), tmp_path)
+    config = ModelConfig.from_dir(path)
+    plan = quantization_plan(method, config, torch.float32)
+    assert plan is not None
+    assert {each for part in plan.parts for each in part.names if "linear_attn" in each} == {
+        f"model.layers.{layer}.linear_attn.{each}"
+        for layer, is_recurrent in enumerate(config.recurrent)
+        if is_recurrent
+        for each in ("in_proj_qkv", "in_proj_z", "out_proj")
+    }
+    weights = Checkpoint(path, partial(torch.empty, dtype=torch.float32))
+    prompts = torch.randint(3, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+
+    def made(native: bool) -> Harness:
+        rounder = Rounder(weights, plan, Arena().empty, Phases(), num_threads=1)
+        source = QuantizedWeights(weights, plan.scheme.parts, rounder)
+        options = {"weights": source, "make_linear": PlainLinear, "has_codes": native}
+        return harness(path, prompts, native, **options)
+
+    expected = made(False).run([(0, 0, PROMPT_LEN)])[0]
+    whole = made(True).run([(0, 0, PROMPT_LEN), (1, 0, 9)])[0]
+    # Beside int8 and int4 activations are rounded to 8 bits.
+    bound = 1e-4 if method is Quantization.FP8 else 0.05
+    assert (whole - expected).norm() < bound * expected.norm()
+    one_by_one = made(True)
+    found = [one_by_one.run([(0, position, 1)])[0] for position in range(PROMPT_LEN)]
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_they_are_served_in_8_and_4_bits(tmp_path: Path) -> None:
+    path = save(make_model("qwen3_5_moe", **_WIDE, **_WIDE_EXPERTS), tmp_path)
+    for method in (Quantization.INT8, Quantization.INT4):
+        executor = cpu_executor(engine_config(path, quantization=method), path)
+        assert executor.info.quantization is not None
+        assert executor.info.quantization.method == method
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 256])

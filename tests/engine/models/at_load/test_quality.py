@@ -21,6 +21,8 @@ from tests.support.tiny_models import Harness, make_model, save
 
 FLOAT32 = partial(torch.empty, dtype=torch.float32)
 FAMILIES = (
+    "qwen3_5",
+    "qwen3_5_moe",
     *("llama3.2_tied", "qwen2", "qwen3", "mistral_window", "llama_biases", "gemma4_moe"),
     "gemma4_small_wrapped",
 )
