@@ -10,6 +10,7 @@
     server.structured               throughput with a JSON schema, relative to plain text
     engine cpu-decode               a decode step on the CPU against its memory bandwidth
     engine cpu-prefill              a prefill step on the CPU against oneDNN's products
+    engine cpu-delta-nets           Qwen3.5 on the CPU against a Llama of as many bytes
     engine device|kernels|steps|offline|ranks    the parts of gpu.suite, one at a time
     gpu.suite                       everything on one GPU, from kernels to HTTP
 

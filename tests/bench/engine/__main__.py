@@ -40,6 +40,13 @@ def _run(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
         cpu_prefill(args.dtype, args.threads, args.num_rows, args.rounds)
         return
+    if args.part == "cpu-delta-nets":
+        from tests.bench.engine.cpu_delta_nets import cpu_delta_nets
+
+        torch.set_num_threads(args.threads)
+        sizes = (args.num_rows, args.rounds, args.steps)
+        cpu_delta_nets(args.dtype, args.threads, *sizes, has_torch=args.torch)
+        return
     if not torch.cuda.is_available():
         if not args.tiny:
             raise InvalidConfig(
@@ -107,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     prefill.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)
     prefill.add_argument("--num-rows", type=int, default=512, help="tokens of the prompt")
     prefill.add_argument("--rounds", type=int, default=7)
+    nets = parts.add_parser(
+        "cpu-delta-nets", help="Qwen3.5 on the CPU against a Llama of as many bytes, and torch"
+    )
+    nets.add_argument("--threads", type=int, default=max(1, os.cpu_count() or 2))
+    nets.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.BFLOAT16)
+    nets.add_argument("--num-rows", type=int, default=256, help="tokens of the prompt")
+    nets.add_argument("--rounds", type=int, default=7)
+    nets.add_argument("--steps", type=int, default=20, help="decode steps in a round")
+    nets.add_argument("--torch", action="store_true", help="torch too, which takes minutes")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         part = parts.add_parser(name, help=text)

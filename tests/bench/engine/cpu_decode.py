@@ -8,7 +8,9 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.config import Device, Dtype, EngineConfig, LoadFormat
 from penstock.engine.executors.cpu import CpuExecutor
@@ -33,10 +35,12 @@ _PROBE_BYTES = 2**28  # a step's worth, so that both are as likely to be disturb
 _CONTEXT = 64  # tokens before the first measured step
 
 
-def random_executor(dtype: Dtype, num_threads: int, num_seqs: int) -> CpuExecutor:
-    """Of random weights in that shape."""
+def random_executor(
+    dtype: Dtype, num_threads: int, num_seqs: int, shape: Mapping[str, Any] = SHAPE_135M
+) -> CpuExecutor:
+    """Of random weights in this shape, which is written as config.json."""
     with tempfile.TemporaryDirectory() as model_dir:
-        Path(model_dir, "config.json").write_text(json.dumps(SHAPE_135M))
+        Path(model_dir, "config.json").write_text(json.dumps(shape))
         return cpu_executor(
             EngineConfig(
                 model=model_dir,
