@@ -1,7 +1,9 @@
 """Conversations with one server: each turn sends all that was said before, and something new.
 
-What the server said is its own text: an id-prompt has the ids that a tokenizer makes of it. There
-is no pause for a person to read or to type.
+What the server said is its own text: an id-prompt has the ids that a tokenizer makes of it, at most
+as many as were generated, so that all servers get as much to read. (Random models generate bytes
+that are no characters, whose text may have thirty times as many tokens.) There is no pause for a
+person to read or to type.
 """
 
 import asyncio
@@ -63,7 +65,7 @@ async def _converse(
         results.append(result)
         if result.error is not None:
             return
-        said = _with_answer(request.prompt, result.text, encode)
+        said = _with_answer(request.prompt, result, encode)
 
 
 def _continued(turn: TimedRequest, said: list[int] | str) -> TimedRequest:
@@ -78,11 +80,13 @@ def _continued(turn: TimedRequest, said: list[int] | str) -> TimedRequest:
     return replace(turn, prompt=prompt, num_prompt_tokens=num_tokens)
 
 
-def _with_answer(prompt: list[int] | str, answer: str, encode: Encoder | None) -> list[int] | str:
+def _with_answer(
+    prompt: list[int] | str, answer: RequestResult, encode: Encoder | None
+) -> list[int] | str:
     if isinstance(prompt, str):
-        return prompt + answer
+        return prompt + answer.text
     assert encode is not None, "id-prompts need a tokenizer"
-    return [*prompt, *encode(answer)]
+    return [*prompt, *encode(answer.text)[: answer.num_output_tokens]]
 
 
 def summarize_turns(observed: Replay, by_turn: Results, config: ReportConfig) -> Summary:

@@ -46,7 +46,8 @@ class Target:
 
 
 def encode(text: str) -> list[int]:
-    return [1000, int(text.removeprefix("said "))]
+    """One more than were generated."""
+    return [1000, int(text.removeprefix("said ")), 2000]
 
 
 def conversing(target: Any, form: PromptFormat = PromptFormat.IDS) -> Any:
@@ -59,6 +60,7 @@ def conversing(target: Any, form: PromptFormat = PromptFormat.IDS) -> Any:
 
 
 def test_a_turn_sends_all_before_it_with_what_the_server_said() -> None:
+    """Its two tokens, of the three that the text has."""
     target = Target()
     conversations, (observed, by_turn) = conversing(target)
     assert target.most_open == 2
