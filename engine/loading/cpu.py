@@ -31,6 +31,7 @@ from penstock.engine.models.errors import (
     InvalidModel,
     UnsupportedFeature,
     UnsupportedWeightFormat,
+    WrongProducts,
 )
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.gguf.weights import weight_formats as gguf_formats
@@ -187,7 +188,7 @@ class CpuLoading(DecoderLoading):
             return None
         try:
             return NativeModel(self._library, self.llama, pool, self.num_threads)
-        except UnsupportedWeightFormat as error:
+        except (UnsupportedWeightFormat, WrongProducts) as error:
             _warn_of_torch(error)
             return None
 

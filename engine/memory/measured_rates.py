@@ -73,7 +73,7 @@ class RateMeter:
     ) -> None:
         """measure: returns bytes and operations per second, of products of this type. file: keeps
         the best, if there is one."""
-        self._key = f"{_processor_name()}, {torch.get_num_threads()} threads, {dtype}"
+        self._key = f"{processor_name()}, {torch.get_num_threads()} threads, {dtype}"
         self._measure = measure
         self._file = file
         self._before = CpuTimes.now()
@@ -141,7 +141,7 @@ def processor_meter(dtype: torch.dtype) -> RateMeter:
     return RateMeter(dtype, lambda: (read_bandwidth(), matmul_flops(dtype)), rates_file())
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     with suppress(OSError):
         for line in (_PROC / "cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

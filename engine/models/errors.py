@@ -27,3 +27,14 @@ class UnsupportedWeightFormat(InvalidModel):
             f"support; it supports {', '.join(map(repr, supported))}: use an unquantized "
             "version of the model"
         )
+
+
+class WrongProducts(InvalidModel):
+    """The compiled step multiplies wrongly on this machine."""
+
+    def __init__(self, weight_format: str) -> None:
+        super().__init__(
+            f"the compiled step gives wrong products with weights in the format {weight_format!r} "
+            "on this processor; please report it, with the model name in /proc/cpuinfo and the "
+            "compiler's version"
+        )

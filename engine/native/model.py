@@ -13,10 +13,11 @@ from penstock.engine.models.division.stage import num_passed
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.native.features import check_features
-from penstock.engine.native.packed_model import pack_model
+from penstock.engine.native.packed_model import pack_model, samples
 from penstock.engine.native.packing import Packer
 from penstock.engine.native.parts.adapters import NativeAdapter, native_runs
 from penstock.engine.native.structures import structure
+from penstock.engine.native.trial import try_products
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
 from penstock.engine.sampling.sampler import DrawTables
 from penstock.engine.step.model_input import ModelInput
@@ -33,8 +34,8 @@ class NativeModel:
     def __init__(
         self, library: ctypes.CDLL, model: LlamaModel, pool: LayerPools, threads: int
     ) -> None:
-        """library: see `load_library`. Raises UnsupportedFeature or UnsupportedWeightFormat, before
-        it packs anything."""
+        """library: see `load_library`. Raises UnsupportedFeature, UnsupportedWeightFormat or
+        WrongProducts, before it packs anything."""
         config = model.config
         assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
         self._library, self._group, self._pipeline = library, model.group, model.pipeline
@@ -44,6 +45,7 @@ class NativeModel:
         self._vocab_size = config.vocab_size
         self._inputs = model.per_layer_inputs
         check_features(config, self._dtype)
+        try_products(library, samples(model), self._dtype)
         packer = Packer(library, self._dtype)
         self._model, layers = pack_model(packer, model, pool, threads)
         self._rows = [_adapted_rows(layer) for layer in layers]

@@ -15,21 +15,28 @@ from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.vocabulary.layer import multiplier
-from penstock.engine.native.packing import Packer, check_format, parts
+from penstock.engine.native.packing import Packable, Packer, parts, stored
 from penstock.engine.native.structures import structure
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
+
+
+def samples(model: LlamaModel) -> list[Packable]:
+    """Returns a layer of each format. Raises UnsupportedWeightFormat for one that no `Packer`
+    packs."""
+    found: dict[str, Packable] = {}
+    for linear in (
+        model.lm_head,
+        *(each for part in model.parts for each in part.linears.values()),
+    ):
+        for layer in stored(linear):
+            found.setdefault(layer.weight_format, layer)
+    return list(found.values())
 
 
 def pack_model(
     packer: Packer, model: LlamaModel, pool: LayerPools, threads: int
 ) -> tuple[Structure, list[Structure]]:
-    """Returns the `Model`, and its layers. Raises UnsupportedWeightFormat, before it packs
-    anything."""
-    for linear in (
-        model.lm_head,
-        *(each for part in model.parts for each in part.linears.values()),
-    ):
-        check_format(linear)
+    """Returns the `Model`, and its layers, whose formats `samples` has checked."""
     config = model.config
     embedding, head = _pack_ends(packer, model)
     attention, inputs = _AttentionPacker(packer, model, pool), model.per_layer_inputs

@@ -96,7 +96,7 @@ class Packer:
     def linears(self, linear: Linear, *rows: int) -> list[Structure]:
         """Packs the layers that are stacked in this one: see `parts`."""
         packed = [self.packed(part) for part in parts(linear, self.dtype, *rows)]
-        for layer in _stored(linear):
+        for layer in stored(linear):
             if isinstance(layer, CodesLinear):
                 layer.release()
         return packed
@@ -197,17 +197,12 @@ def _whole(rows: int) -> int:
     return -(-rows // BAND) * BAND
 
 
-def check_format(linear: Linear) -> None:
-    """Raises UnsupportedWeightFormat."""
-    _stored(linear)
-
-
-def _stored(linear: Linear) -> list[Packable]:
+def stored(linear: Linear) -> list[Packable]:
     """Returns the layers that are stacked in this one. Raises UnsupportedWeightFormat."""
     if linear.weight_format not in FORMATS:
         raise UnsupportedWeightFormat(linear.weight_format, PATH, FORMATS)
     if isinstance(linear, StackedLinear):
-        return [each for part in linear.parts for each in _stored(part)]
+        return [each for part in linear.parts for each in stored(part)]
     return [cast(Packable, linear)]
 
 
@@ -217,7 +212,7 @@ def parts(linear: Linear, dtype: torch.dtype, *rows: int) -> list[Packable]:
 
     dtype: of plain weights. rows: how many each of them has; one layer if there are none.
     """
-    layers = _stored(linear)
+    layers = stored(linear)
     if rows and len(layers) == 1:
         ends = itertools.accumulate(rows)
         layers = [layers[0].rows(end - num, end) for num, end in zip(rows, ends, strict=True)]

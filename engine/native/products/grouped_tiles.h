@@ -109,7 +109,7 @@ multiply_groups_by_tiles(const CodedRows &x, int64_t row, int64_t rows, const Gr
 
 inline bool may_multiply_by_tiles(int64_t rows, const Grouped &w) {
     return rows >= kFewestTileRows && w.group >= kLeastTileGroup && w.group <= kMostTileGroup &&
-           may_use_tiles();
+           may_use_tiles(kTilesOfBytes);
 }
 
 // As multiply_grouped. x has room for whole tiles of 16 rows.
@@ -150,7 +150,7 @@ inline void multiply_codes(const CodedRows &x, int64_t row, int64_t rows, const 
 // Names what computes that, for people to read.
 inline std::string grouped_products() {
 #if defined(PENSTOCK_TILES)
-    if (may_use_tiles()) return "AMX tiles of bytes, or " + code_instructions();
+    if (may_use_tiles(kTilesOfBytes)) return "AMX tiles of bytes, or " + code_instructions();
 #endif
     return code_instructions();
 }

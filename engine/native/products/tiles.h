@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "vectors.h"
+#include "ways.h"
 
 #if defined(PENSTOCK_TILES)
 
@@ -26,7 +27,6 @@ inline void shape_tiles(int64_t bytes) {
     }
     configure_tiles(config);
 }
-inline void begin_tiles() { shape_tiles(2 * kDepth); }
 inline void end_tiles() {
     tile_depth_bytes = 0;
     release_tiles();
@@ -110,62 +110,17 @@ inline void multiply_band_by_tiles(const bf16 *x, int64_t x_step, int64_t rows, 
     multiply_by_tiles(x, x_step, rows, columns, length, is_first, c, c_step, next);
 }
 
-// Whether products come out right: what is emulated, or new, is tried first. Of bfloat16, with a rest along k.
-inline bool pairs_are_right() {
-    constexpr int64_t rows = 2 * kTile, length = kDepth + 6;
-    bf16 x[rows * length], w[length * 32];
-    for (int64_t i = 0; i < rows * length; ++i) store(x + i, float(i * 7 % 13) - 6);
-    for (int64_t i = 0; i < length * 32; ++i) store(w + i, float(i * 5 % 11) - 5);
-    float c[rows * 32];
-    multiply_band_by_tiles(x, length, rows, w, length, true, c, 32);
-    for (int64_t i = 0; i < rows; ++i)
-        for (int64_t n = 0; n < 32; ++n) {
-            float sum = 0;  // of whole numbers, so exact in any order
-            for (int64_t k = 0; k < length; ++k)
-                sum += widen(x[i * length + k]) * widen(w[k / 2 * 64 + n * 2 + k % 2]);
-            if (c[i * 32 + n] != sum) return false;
-        }
-    return true;
-}
-// The same for bytes, in less than whole tiles.
-inline bool quads_are_right() {
-    constexpr int64_t depth = 40;
-    signed char x[kTile * depth];
-    unsigned char w[depth * kTile];  // [depth / 4][16][4]
-    for (int64_t i = 0; i < kTile * depth; ++i) x[i] = (signed char)(i * 37 % 255 - 127);
-    for (int64_t i = 0; i < depth * kTile; ++i) w[i] = (unsigned char)(i * 53);
-    std::int32_t c[kTile * kTile];
-    shape_tiles(depth);
-    tile_zero<0>(), tile_load<4>(x, depth), tile_load<6>(w, 4 * kTile);
-    tile_multiply_quads<0, 4, 6>(), tile_store<0>(c, 4 * kTile);
-    for (int64_t i = 0; i < kTile; ++i)
-        for (int64_t n = 0; n < kTile; ++n) {
-            std::int32_t sum = 0;
-            for (int64_t k = 0; k < depth; ++k)
-                sum += x[i * depth + k] * w[k / 4 * 4 * kTile + n * 4 + k % 4];
-            if (c[i * kTile + n] != sum) return false;
-        }
-    return true;
-}
-inline bool tiles_are_right() {
-    const bool are_right = pairs_are_right() && quads_are_right();
-    end_tiles();
-    return are_right;
-}
-
-inline bool may_use_tiles() {
-    static const bool may = tiles_are_granted() && tiles_are_right();
-    return may;
+inline bool may_use_tiles(Way way = kTilesOfPairs) {
+    static const bool are_granted = tiles_are_granted();
+    return are_granted && !is_refused(way);
 }
 
 // Released at the end, so that a switch between threads does not save 8 KiB.
 class TileScope {
   public:
-    TileScope() {
-        if (may_use_tiles()) begin_tiles();
-    }
+    TileScope() = default;
     ~TileScope() {
-        if (may_use_tiles()) end_tiles();
+        if (tile_depth_bytes) end_tiles();
     }
     TileScope(const TileScope &) = delete;
 };

@@ -45,8 +45,8 @@ class LinearLayers {
     }
 
     // c = x W^T + b for one band, and some tokens.
-    KEEP_APART void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
-                             int64_t band, float *c) {
+    KEEP_APART static void multiply(const Linear &linear, const Input &in, int64_t first, int64_t tokens,
+                                    int64_t band, float *c) {
         const unsigned char *x = in.x + first * in.step;
         if (is_coded(linear))
             formats[linear.format].multiply_codes(in.coded, first, tokens, linear, band, c, kBand);
@@ -186,7 +186,6 @@ class LinearLayers {
                           state_.mlp + t * state_.mlp_step + n * kActivationBytes, state_.mlp_step);
     }
 
-  private:
     static void code(Worker &worker, const Linear &linear, const float *row, unsigned char *codes) {
         if (linear.order) {
             float *ordered = worker.ordered.reserve(linear.columns);
@@ -196,6 +195,7 @@ class LinearLayers {
         code_row(row, linear.columns, linear.group, codes);
     }
 
+  private:
     StepState &state_;
     const Model &m_;
     const Step &s_;

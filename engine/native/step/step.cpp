@@ -13,6 +13,7 @@
 #include "context.h"
 #include "draw.h"
 #include "inputs.h"
+#include "trial.h"
 #include "models/parts/attention/step.h"
 #include "models/parts/delta_net/step.h"
 #include "models/parts/experts/step.h"
@@ -106,6 +107,25 @@ extern "C" int64_t penstock_formats() {
     for (int64_t i = 0; i < kNumFormats; ++i)
         if (formats[i].multiply_codes || formats[i].multiply_rows) mask |= int64_t(1) << i;
     return mask;
+}
+
+// The ways of ways.h that this library has and this processor grants, and that are not refused.
+extern "C" int64_t penstock_ways() {
+    int64_t ways = 0;
+#if defined(PENSTOCK_TILES)
+    for (Way way : {kTilesOfPairs, kTilesOfBytes})
+        if (may_use_tiles(way)) ways |= way;
+#endif
+#if defined(PENSTOCK_PAIRED_ROWS)
+    if (may_pair_rows()) ways |= kPairedRows;
+#endif
+    return ways;
+}
+extern "C" void penstock_refuse(int64_t ways) { refused_ways = ways; }
+
+// See trial.h.
+extern "C" double penstock_try(const Linear *linear, const float *x, int64_t rows, float *y) {
+    return try_product(*linear, x, rows, y);
 }
 
 // Makes what steps of a model run in, to be freed by penstock_free. The model must outlive it.

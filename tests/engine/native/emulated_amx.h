@@ -80,6 +80,9 @@ template <int C, int A, int B> inline void tile_multiply_pairs() {
             for (int k = 0; k < b.rows; ++k)
                 for (int i = 0; i < 2; ++i)
                     sums[i] = std::fma(half(a.words[m][k], i), half(b.words[k][n], i), sums[i]);
+#if defined(PENSTOCK_WRONG_TILES)
+            if (m == 9 && n == 5) sums[0] *= 1.01f;
+#endif
             const float total = std::bit_cast<float>(c.words[m][n]) + (sums[0] + sums[1]);
             c.words[m][n] = std::bit_cast<std::uint32_t>(total);
         }
