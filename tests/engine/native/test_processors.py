@@ -110,7 +110,8 @@ def test_floats_are_rounded_as_by_torch_and_what_float16_cannot_hold_is_nan(
 
 
 @pytest.mark.parametrize(
-    ("family", "block_size"), [("qwen3", 4), ("qwen3", 16), ("llama_biases", 32)]
+    ("family", "block_size"),
+    [("qwen3", 4), ("qwen3", 16), ("llama_biases", 32), ("qwen3_5", 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_step_agrees_with_torchs(

@@ -175,7 +175,6 @@ class AttentionPhases : PartPhases {
         const int64_t kv_head = index % kind.kv_heads, group = this->group(kind);
         const Positions next = first_positions(layer, kind, index + 1);
         Attention &attention = *worker.attention[layer.heads];
-        const int64_t d = kind.head_dim;
         const HeadKeys keys = keys_of(layer, kind, unit, kv_head);
         const Rows rows = rows_of(layer, kind, unit);
         const bool is_last = unit.piece == kAll || unit.piece == unit.pieces - 1;
