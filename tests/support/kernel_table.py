@@ -17,12 +17,12 @@ from penstock.engine.kernels import launch
 from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.memory.pool.kv_codes import LIMITS
 from tests.support.compile_kernels import QUANTIZED, MetaModel
+from tests.support.multiprocessor import ROOM, WHOLE, room_of
 
 Entry = dict[str, Any]
 
-# Of an H100 or H200, from the CUDA programming guide: of a block, and of a multiprocessor.
-_MAX_BLOCK_SHARED, _SHARED, _REGISTERS, _RESERVED = 227 * 1024, 228 * 1024, 65536, 1024
-_BLOCKS = 32
+# Of an H100 or H200, from the CUDA programming guide: of a block.
+_MAX_BLOCK_SHARED = 227 * 1024
 # Two or four words that are spilled across a loop cost nothing.
 _MAX_STACK_BYTES = 16
 # What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
@@ -38,11 +38,8 @@ _WIDE_HEAD, _LEAST_WIDE = 128, 2
 
 
 def programs_that_fit(entry: Entry) -> int:
-    """On one multiprocessor, by registers (allocated in eights, per warp), shared memory, warps and
-    blocks."""
-    registers = -(-entry["registers"] // 8) * 8 * 32 * entry["warps"]
-    shared = entry["shared_bytes"] + _RESERVED
-    return int(min(_REGISTERS // registers, _SHARED // shared, 64 // entry["warps"], _BLOCKS))
+    """On one multiprocessor."""
+    return WHOLE.times(room_of(**{name: entry[name] for name in ROOM}))
 
 
 def faults(entry: Entry) -> list[str]:

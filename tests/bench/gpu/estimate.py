@@ -17,7 +17,8 @@ from pathlib import Path
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
-from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Timed
+from tests.bench.gpu import early_starts
+from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Early, Timed
 from tests.bench.gpu.goals import (
     GOALS,
     H100,
@@ -32,14 +33,20 @@ from tests.bench.gpu.goals import (
     with_shares,
 )
 from tests.bench.gpu.others import FRAMEWORKS, MEASURED, YARDSTICK
-from tests.bench.gpu.step_times import Count, StepTimes, all_of, of_matrix, of_memory, served
+from tests.bench.gpu.step_times import (
+    STEPS_SINCE,
+    Count,
+    StepTimes,
+    all_of,
+    of_matrix,
+    of_memory,
+    served,
+)
 from tests.support.compile_kernels import QUANTIZED
 
 FILE = Path(__file__).with_name("ESTIMATE.md")
 # The last rows of the suite that a device has printed for each goal.
 MEASUREMENTS = Path(__file__).with_name("measured_h200.jsonl")
-# `tests.bench.engine.steps` times steps 7 to 46 after the context.
-_STEPS_SINCE = 26
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,12 @@ def _step_us(model: str, step: Step) -> Callable[[Assumptions, Count], float]:
 def _run_us(
     model: str, requests: list[Request], max_batched_tokens: int
 ) -> Callable[[Assumptions, Count], float]:
+    # Of all steps, those of few rows are a small part, and room takes 0.2 % from them.
+    early = Early.ALL
+
     def us(given: Assumptions, count: Count) -> float:
-        return 1e6 * served(StepTimes(model, given, count=count), requests, max_batched_tokens)[0]
+        times = StepTimes(model, given, count=count, early=early)
+        return 1e6 * served(times, requests, max_batched_tokens)[0]
 
     return us
 
@@ -102,7 +113,7 @@ def _rate(model: str, batch: int, context: int) -> Time:
 
 
 def _decode(batch: int, context: int) -> Step:
-    return Step(decodes=(context + _STEPS_SINCE,) * batch)
+    return Step(decodes=(context + STEPS_SINCE,) * batch)
 
 
 def _share_of_copy(model: str, batch: int, context: int) -> Callable[[Assumptions], float]:
@@ -198,17 +209,19 @@ def _steps_table(title: str) -> str:
     both = [StepTimes(model, given).launches(step) for given in (EXPECTED, AT_WORST)]
     sums: dict[str, list[float]] = {}
     for expected, at_worst in zip(*both, strict=True):
-        line = sums.setdefault(expected.work.name, [0, 0, 0, 0])
-        line[0] += 1
-        line[1] += expected.work.memory_bytes / 1e6
-        line[2] += expected.us
-        line[3] += at_worst.us
-    lines = [f"### {title}", "", "| launch | times | MB of memory | us | us at worst |"]
-    lines.append("|---|---:|---:|---:|---:|")
-    for name, (count, size, us, worst) in sums.items():
-        lines.append(f"| {name} | {count:.0f} | {size:,.1f} | {us:,.1f} | {worst:,.1f} |")
-    count, size, us, worst = (sum(column) for column in zip(*sums.values(), strict=True))
-    lines.append(f"| **together** | {count:.0f} | {size:,.1f} | {us:,.0f} | {worst:,.0f} |")
+        work = expected.work
+        more = 1, work.memory_bytes / 1e6, expected.us, at_worst.us, expected.gap
+        line = sums.setdefault(work.name, [0.0] * 7)
+        line[:] = map(sum, zip(line, (*more, expected.early, work.programs), strict=True))
+    heads = ["launch", "times", "MB of memory", "us", "us at worst", "of us, before it", "early"]
+    lines = [f"### {title}", "", f"| {' | '.join(heads)} |", "|---" + "|---:" * 6 + "|"]
+    for name, (count, size, us, worst, gap, early, programs) in sums.items():
+        cells = f"{count:.0f} | {size:,.1f} | {us:,.1f} | {worst:,.1f} | {gap:,.1f}"
+        share = f"{early / programs:.0%}" if programs else ""
+        lines.append(f"| {name} | {cells} | {share} |")
+    count, size, us, worst, gap, *_ = map(sum, zip(*sums.values(), strict=True))
+    cells = f"{count:.0f} | {size:,.1f} | {us:,.0f} | {worst:,.0f} | {gap:,.0f}"
+    lines.append(f"| **together** | {cells} | |")
     return "\n".join(lines)
 
 
@@ -324,6 +337,14 @@ FlashAttention 3's, which a server takes where it is installed: vLLM's time abov
 """
 
 
+_LAUNCHES = """\
+## Steps
+
+of us, before it: what lies between the launch before and this one, of its us. early: of its
+programs, those that waited already when the launch before ended.
+"""
+
+
 def _measurements() -> list[Row]:
     rows = [json.loads(line) for line in MEASUREMENTS.read_text(encoding="utf-8").splitlines()]
     (device,) = (row for row in rows if row["part"] == "device")
@@ -349,11 +370,13 @@ def text() -> str:
     parts += [
         _OTHERS.rstrip(),
         _others_table(),
+        early_starts.OPENING.rstrip(),
+        early_starts.table(measured),
         _FIRST_TOKEN.rstrip(),
         _first_token_table(),
         _CODES.rstrip(),
         _codes_table(),
-        "## Steps",
+        _LAUNCHES.rstrip(),
         *map(_steps_table, _STEPS),
     ]
     return "\n\n".join(parts) + "\n"

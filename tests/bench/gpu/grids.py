@@ -9,6 +9,7 @@ from tests.bench.gpu.launches import Model, Step  # isort: skip: turns the inter
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tests.bench.gpu.goals import LLAMA, QWEN, SMALL
@@ -46,7 +47,8 @@ def rows(model: str, step: Step) -> Iterator[tuple[int, Work]]:
     bench = Workbench()
     counts: dict[Work, int] = {}
     for launched in Model(MODEL_CONFIGS / model).launches(step):
-        work = bench.of(launched, step)
+        # These differ between the first or the last layer and the others.
+        work = replace(bench.of(launched, step), loads_at_end=0, room=None)
         counts[work] = counts.get(work, 0) + 1
     for work, count in counts.items():
         yield count, work

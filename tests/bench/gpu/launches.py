@@ -98,9 +98,10 @@ class Model:
         max_rows: int = 256,
         max_tokens: int = 8192,
         codes: Codes | None = None,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """codes: of the weights."""
-        self._codes = codes
+        """codes: of the weights. kv_dtype: of keys and values; codes in 8 bits."""
+        self._codes, self._kv_dtype = codes, kv_dtype
         self.config = ModelConfig.from_dir(model_dir)
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._built: dict[int, FusedModel] = {}
@@ -192,7 +193,7 @@ class Model:
                 config, MetaWeights(config, dtype, self._codes), PlainLinear,
                 max_model_len=8192, device=META,
             )  # fmt: skip
-            pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, dtype, META)
+            pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, self._kv_dtype, META)
             attention = PagedAttention(
                 config.attention_windows(BLOCK_SIZE), self._max_rows, self._max_tokens, NUM_SMS,
                 _CPU, dtype,

@@ -5,17 +5,21 @@ from tests.bench.gpu.launches import Model, Step  # isort: skip: turns the inter
 from collections.abc import Callable
 from functools import cache
 
+import torch
+
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, SampledTokens
-from tests.bench.gpu.assumptions import Assumptions, Timed, timed
+from tests.bench.gpu.assumptions import Assumptions, Early, Timed, timed
 from tests.bench.gpu.work import Work, Workbench
 from tests.support.compile_kernels import QUANTIZED
 from tests.support.paths import MODEL_CONFIGS
 
+# `tests.bench.engine.steps` times steps 7 to 46 after the context.
+STEPS_SINCE = 26
 # Which microseconds of a launch are counted: all of them, or those that the memory or the matrix
 # units take where they take longer than the other.
 Count = Callable[[Timed], float]
@@ -43,15 +47,21 @@ class StepTimes:
         max_rows: int = 256,
         codes: str | None = None,
         count: Count = all_of,
+        early: Early = Early.AS_ROOM_ALLOWS,
+        kv_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """codes: of the weights, one of QUANTIZED. count: what `us` and `of_batch` sum."""
-        self._name, self._max_rows, self._codes, self._count = model, max_rows, codes, count
-        self._given = given
+        """codes: of the weights, one of QUANTIZED. kv_dtype: of keys and values. count: what `us`
+        and `of_batch` sum."""
+        self._model = model, max_rows, codes, kv_dtype
+        self._given, self._early, self._count = given, early, count
         self._known: dict[Step, float] = {}
         self._sizes = captured_sizes(max_rows)
 
     def launches(self, step: Step) -> list[Timed]:
-        return timed(_works(self._name, self._max_rows, self._codes, step), self._given)
+        return timed(self.works(step), self._given, self._early)
+
+    def works(self, step: Step) -> list[Work]:
+        return _works(*self._model, step)
 
     def us(self, step: Step) -> float:
         if step not in self._known:
@@ -76,15 +86,19 @@ class StepTimes:
 
 
 @cache
-def _model(model: str, max_rows: int, codes: str | None) -> Model:
+def _model(model: str, max_rows: int, codes: str | None, kv_dtype: torch.dtype) -> Model:
     of_weights = None if codes is None else QUANTIZED[codes]
-    return Model(MODEL_CONFIGS / model, max_rows=max_rows, codes=of_weights)
+    path = MODEL_CONFIGS / model
+    return Model(path, max_rows=max_rows, codes=of_weights, kv_dtype=kv_dtype)
 
 
 @cache
-def _works(model: str, max_rows: int, codes: str | None, step: Step) -> list[Work]:
+def _works(
+    model: str, max_rows: int, codes: str | None, kv_dtype: torch.dtype, step: Step
+) -> list[Work]:
     bench = Workbench()
-    return [bench.of(one, step) for one in _model(model, max_rows, codes).launches(step)]
+    launches = _model(model, max_rows, codes, kv_dtype).launches(step)
+    return [bench.of(one, step) for one in launches]
 
 
 def served(times: StepTimes, requests: list[Request], max_batched_tokens: int) -> tuple[float, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.bench.gpu.launches import CUBLAS, FP8_PRODUCT, Launched, Step
 from tests.bench.gpu.resources import known
 from tests.support.compile_kernels import NUM_SMS
+from tests.support.multiprocessor import ROOM, Room, room_of
 
 # What a step writes and soon reads again stays in the L2 cache, up to half of its 50 or 60 MB.
 _CACHED_BYTES = 25_000_000
@@ -21,11 +22,13 @@ _CACHED_BYTES = 25_000_000
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """name: the kernel, with its matrix. fit: programs on one multiprocessor at once, 0 where
-    torch launches it. busy: programs that have anything to do. memory_bytes: that cannot be in the
-    cache; cached_bytes: that should. flops: on the matrix units, of attention; products: of tiles
-    whose weights are codes, or an expert's. issued: instructions of warps. in_flight: bytes of a
-    program that are on their way at once. Of a decode, is_split: it combines pieces; rotates:
-    queries and keys first. product: rows, outputs and columns of one of cuBLAS.
+    torch launches it; room: that one takes. busy: programs that have anything to do. memory_bytes:
+    that cannot be in the cache; cached_bytes: that should. flops: on the matrix units, of
+    attention; products: of tiles whose weights are codes, or an expert's. issued: instructions of
+    warps. in_flight: bytes of a program that are on their way at once. loads_at_end: of a product,
+    one after the other. Of a decode, combined: rounds in which it combines pieces, times the heads
+    of each, none where no row has several; rotates: queries and keys first; num_keys: of all rows;
+    query_size: of a row. product: rows, outputs and columns of one of cuBLAS.
     """
 
     name: str
@@ -38,8 +41,12 @@ class Work:
     issued: float = 0.0
     products: float = 0.0
     in_flight: int = 0
-    is_split: bool = False
+    room: Room | None = None
+    loads_at_end: int = 0
+    combined: int = 0
     rotates: bool = False
+    num_keys: int = 0
+    query_size: int = 0
     product: tuple[int, int, int] = (0, 0, 0)
 
     @property
@@ -69,18 +76,17 @@ class Workbench:
             return _product(kernel, arguments)
         if kernel.startswith("torch "):
             return Work(name=kernel, programs=0, fit=0, busy=0, cached_bytes=_size(arguments))
-        fit = self._resources[launched.key]["fit"]
+        compiled = self._resources[launched.key]
         base: dict[str, Any] = {
-            "name": kernel, "programs": launched.programs, "fit": fit, "busy": launched.programs,
+            "name": kernel, "programs": launched.programs, "busy": launched.programs,
+            "fit": compiled["fit"], "room": room_of(**{name: compiled[name] for name in ROOM}),
         }  # fmt: skip
         if kernel == "_skinny":
             return Work(**base | _skinny(launched))
         if kernel == "_skinny_grouped":
-            loop = self._resources[launched.key]["loop"]
-            return Work(**base | _skinny_grouped(launched, loop))
+            return Work(**base | _skinny_grouped(launched, compiled["loop"]))
         if kernel == "_tiled":
-            loop = self._resources[launched.key]["loop"]
-            return Work(**base | _tiled(launched, loop))
+            return Work(**base | _tiled(launched, compiled["loop"]))
         if kernel in ("_gate_up", "_down"):
             return Work(**base | _experts(launched))
         if kernel == "_dequantize":
@@ -117,7 +123,13 @@ def _skinny(launched: Launched) -> dict[str, Any]:
         # Every program reads all rows of x; the weight comes by the cache too.
         "cached_bytes": weight.nbytes + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
         "in_flight": (launched.options["num_stages"] - 1) * tile_bytes * gates,
+        "loads_at_end": _loads_at_end(a),
     }
+
+
+def _loads_at_end(a: dict[str, Any]) -> int:
+    """What `store_outputs` waits for: the residual, then the weight of the norm that follows."""
+    return (a["residual"] is not None) + (a["following"] is not None)
 
 
 def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
@@ -135,6 +147,7 @@ def _skinny_grouped(launched: Launched, loop: int) -> dict[str, Any]:
         "cached_bytes": coded + a["x"].nbytes * launched.programs + 2 * a["out"].nbytes,
         "in_flight": (constants["STAGES"] - 1) * rows_each * chunk,
         "issued": float(launched.programs * constants["WARPS"] * rounds * loop),
+        "loads_at_end": _loads_at_end(a),
     }
 
 
@@ -218,15 +231,19 @@ def _decode(launched: Launched, step: Step) -> dict[str, Any]:
     pieces, counts = int(first[-1]), first[1:] - first[:-1]
     # Of split rows: each head's partial result is written, and read by who combines them.
     partials = int(counts[counts > 1].sum()) * constants["NUM_HEADS"] * dim * 4
-    token_bytes = 2 * heads * dim * a["keys"].element_size()
+    rounds = -(-int(counts.max()) // constants["COMBINED"]) if partials else 0
+    scale_bytes = 0 if a["key_scales"] is None else a["key_scales"].element_size()
+    token_bytes = 2 * heads * (dim * a["keys"].element_size() + scale_bytes)
     tile_bytes = 2 * constants["TILE"] * dim * a["keys"].element_size()
     return {
         "busy": min(launched.programs, pieces * heads),
         "memory_bytes": sum(step.decodes) * token_bytes,
         "cached_bytes": 2 * a["out"].nbytes + 2 * partials,
         "in_flight": 2 * tile_bytes,
-        "is_split": partials > 0,
+        "combined": rounds * constants["GROUP_SIZE"],
         "rotates": constants["ROTATES"],
+        "num_keys": sum(step.decodes),
+        "query_size": constants["NUM_HEADS"] * dim,
     }
 
 
