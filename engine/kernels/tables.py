@@ -28,13 +28,15 @@ def gather_decodes(
 ) -> None:
     """One token for each of `slots`, (B,) int32: the first that is not yet computed.
 
-    Writes token_ids, positions, context_lens, (B,) int32, and kv_slots, (B,) int64.
+    block_tables: of all groups, (G, slots, max_blocks). Writes token_ids, positions, context_lens,
+    (B,) int32, and kv_slots, (G, B or more) int64. Then lengths[slots[i]] = context_lens[i], except
+    for the last slot, which is padding.
     """
     num_rows = len(slots)
     _gather_decodes[(ceil_div(num_rows, _BLOCK),)](
         slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
-        num_rows, token_table.stride(0), block_tables.stride(0), block_size,
-        BLOCK=_BLOCK, num_warps=2,
+        num_rows, len(lengths) - 1, token_table.stride(0), *block_tables.stride()[:2],
+        len(block_tables), kv_slots.stride(0), block_size, BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
 
@@ -42,6 +44,7 @@ def gather_chunks(
     slots: Tensor,
     starts: Tensor,
     query_starts: Tensor,
+    lengths: Tensor,
     token_table: Tensor,
     block_tables: Tensor,
     block_size: int,
@@ -54,13 +57,13 @@ def gather_chunks(
     """The tokens of the sequence in slots[i] from starts[i] on, as many as query_starts gives.
 
     slots, starts: (R,) int32. query_starts: (R + 1,) int32, offsets into the T tokens written.
-    max_num_tokens: the most of any row.
+    max_num_tokens: the most of any row. Writes lengths as `gather_decodes` does.
     """
     grid = (len(slots), ceil_div(max_num_tokens, _BLOCK))
     _gather_chunks[grid](
-        slots, starts, query_starts, token_table, block_tables,
+        slots, starts, query_starts, lengths, token_table, block_tables,
         token_ids, positions, kv_slots, context_lens,
-        token_table.stride(0), block_tables.stride(0), block_size,
+        len(lengths) - 1, token_table.stride(0), block_tables.stride(0), block_size,
         BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
@@ -77,15 +80,6 @@ def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table:
     )  # fmt: skip
 
 
-def store_lengths(slots: Tensor, context_lens: Tensor, lengths: Tensor) -> None:
-    """lengths[slots[i]] = context_lens[i], except for the last slot, which is padding."""
-    num_rows = len(slots)
-    _store_lengths[(ceil_div(num_rows, _BLOCK),)](
-        slots, context_lens, lengths, num_rows, len(lengths) - 1,
-        BLOCK=_BLOCK, num_warps=2, **overlapped(),
-    )  # fmt: skip
-
-
 def update_table(updates: Tensor, table: Tensor) -> None:
     """table[slot, index] = value for each (slot, index, value) of updates, (N, 3) int32. table: of
     blocks or of tokens."""
@@ -95,33 +89,44 @@ def update_table(updates: Tensor, table: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "token_stride", "table_stride"])
+_DECODE_SIZES = (
+    "num_rows", "num_slots", "token_stride", "group_stride", "table_stride", "num_groups",
+    "kv_stride",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_DECODE_SIZES)
 def _gather_decodes(
     slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
-    num_rows, token_stride, table_stride, block_size, BLOCK: tl.constexpr,
+    num_rows, num_slots, token_stride, group_stride, table_stride, num_groups, kv_stride,
+    block_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
     position = tl.load(lengths + slot, mask=mask, other=0)
     token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
-    block = tl.load(block_tables + slot * table_stride + position // block_size, mask=mask, other=0)
     tl.store(token_ids + row, token_id, mask=mask)
     tl.store(positions + row, position, mask=mask)
-    tl.store(kv_slots + row, block.to(tl.int64) * block_size + position % block_size, mask=mask)
     tl.store(context_lens + row, position + 1, mask=mask)
+    tl.store(lengths + slot, position + 1, mask=mask & (slot < num_slots))
+    entry = block_tables + slot * table_stride + position // block_size
+    for group in range(0, num_groups):
+        block = tl.load(entry + group * group_stride, mask=mask, other=0).to(tl.int64)
+        target = kv_slots + group * kv_stride + row
+        tl.store(target, block * block_size + position % block_size, mask=mask)
 
 
 # These are slices of one tensor, at any offset. Specialised, the kernel would be compiled once for
 # aligned ones and again, while serving, for the others.
 @triton.jit(
-    do_not_specialize=["token_stride", "table_stride"],
+    do_not_specialize=["num_slots", "token_stride", "table_stride"],
     do_not_specialize_on_alignment=["starts", "query_starts", "positions"],
 )
 def _gather_chunks(
-    slots, starts, query_starts, token_table, block_tables,
+    slots, starts, query_starts, lengths, token_table, block_tables,
     token_ids, positions, kv_slots, context_lens,
-    token_stride, table_stride, block_size, BLOCK: tl.constexpr,
+    num_slots, token_stride, table_stride, block_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
@@ -130,6 +135,8 @@ def _gather_chunks(
     num_tokens = tl.load(query_starts + row + 1) - first
     if tl.program_id(1) == 0:
         tl.store(context_lens + row, start + num_tokens)
+        if slot < num_slots:
+            tl.store(lengths + slot, start + num_tokens)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_tokens
     position = start + index
@@ -154,18 +161,6 @@ def _store_sampled(
     # The next step, launched before the host learns that a row has no id, must find one.
     token_id = tl.maximum(tl.load(ids + row, mask=mask, other=0).to(tl.int32), 0)
     tl.store(token_table + slot * token_stride + length, token_id, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _store_lengths(
-    slots, context_lens, lengths, num_rows, num_slots, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    wait_for_kernels_before(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < num_rows
-    slot = tl.load(slots + row, mask=mask, other=0)
-    length = tl.load(context_lens + row, mask=mask, other=0)
-    tl.store(lengths + slot, length, mask=mask & (slot < num_slots))
 
 
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])

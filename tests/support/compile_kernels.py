@@ -41,7 +41,6 @@ from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,
-    store_lengths,
     store_sampled,
     update_table,
 )
@@ -384,18 +383,17 @@ class MetaModel:
         with recorded() as launches, torch.inference_mode():
             if chunk:
                 gather_chunks(
-                    step.slots, _ints(num_rows), _ints(num_rows + 1), token_table,
+                    step.slots, _ints(num_rows), _ints(num_rows + 1), lengths, token_table,
                     step.block_tables, self._block_size, chunk,
                     step.token_ids, step.positions, step.kv_slots, step.context_lens,
                 )  # fmt: skip
             else:
                 gather_decodes(
-                    step.slots, lengths, token_table, step.block_tables, self._block_size,
-                    step.token_ids, step.positions, step.kv_slots, step.context_lens,
+                    step.slots, lengths, token_table, step.block_tables[None], self._block_size,
+                    step.token_ids, step.positions, step.kv_slots[None], step.context_lens,
                 )  # fmt: skip
             self.model.logits(self.model(step)[:num_rows])
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
-            store_lengths(step.slots, step.context_lens, lengths)
             update_table(_ints(num_rows, 3), step.block_tables)
             for pool in self._pool.groups:
                 for keys, values in pool.pairs():

@@ -28,7 +28,7 @@ from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadForma
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
-from penstock.engine.kernels.tables import store_lengths
+from penstock.engine.kernels.tables import store_sampled
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
@@ -158,7 +158,7 @@ def broken_rules() -> dict[str, str]:
             host.to(cuda, non_blocking=True)
             host.fill_(1)
 
-        lengths = ids[:4]
+        rows, table = ids[:4], ids.new_zeros(4, 8)
         cases: dict[str, Callable[[], object]] = {
             "a number is read in a capture": lambda: captured(lambda: x[0].item()),
             "a list is sent in a capture": lambda: captured(lambda: x[[1, 2]]),
@@ -167,12 +167,12 @@ def broken_rules() -> dict[str, str]:
             ),
             "a capture synchronizes": lambda: captured(torch.cuda.synchronize),
             "a kernel is compiled in a capture": lambda: captured(
-                lambda: store_lengths(lengths, lengths, ids)
+                lambda: store_sampled(rows, rows, rows, table)
             ),
-            "a kernel gets a host tensor": lambda: store_lengths(
-                ids, lengths, torch.zeros(8).int()
+            "a kernel gets a host tensor": lambda: store_sampled(
+                rows, rows, rows, torch.zeros(4, 8).int()
             ),
-            "a kernel gets a tensor with gaps": lambda: store_lengths(ids[::2], lengths, ids),
+            "a kernel gets a tensor with gaps": lambda: store_sampled(ids[::2], rows, rows, table),
             "a graph is replayed without its memory": replay_freed,
             "a graph's output is used after another's replay": use_overwritten,
             "host memory is read too early": read_early,

@@ -17,7 +17,7 @@ from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.executors.cuda.state_tiles import StateTileMemory
 from penstock.engine.executors.cuda.state_tiles import tiles_of as state_tiles_of
-from penstock.engine.kernels.tables import gather_chunks, store_lengths
+from penstock.engine.kernels.tables import gather_chunks
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import AdapterRun
@@ -167,6 +167,7 @@ class ChunkSteps:
                 step.slots,
                 starts,
                 offsets,
+                tables.lengths,
                 tables.token_table,
                 each.block_tables,
                 tables.block_size,
@@ -176,6 +177,4 @@ class ChunkSteps:
                 each.kv_slots,
                 step.context_lens,
             )
-        states = self._model(step)
-        store_lengths(step.slots, step.context_lens, tables.lengths)
-        return states
+        return self._model(step)

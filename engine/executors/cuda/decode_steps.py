@@ -12,7 +12,7 @@ from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
 from penstock.engine.kernels.sample.sampler import Mode
-from penstock.engine.kernels.tables import gather_decodes, store_lengths, store_sampled
+from penstock.engine.kernels.tables import gather_decodes, store_sampled
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import AdapterRun
@@ -50,7 +50,8 @@ class DecodeSteps:
 
         self.slots = buffer().fill_(tables.padding_slot)
         self._token_ids, self._positions, self.context_lens = buffer(), buffer(), buffer()
-        self._kv_slots = [buffer(torch.int64) for _ in tables.block_tables]
+        num_groups = len(tables.block_tables)
+        self._kv_slots = buffer(torch.int64).repeat(num_groups, 1)
         self._tiles = TileMemory(tables, self.sizes, model.num_adapter_slots)
         self._written_slots: tuple[int, ...] = ()
         self._written_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
@@ -90,7 +91,7 @@ class DecodeSteps:
         size, mode, has_adapters = key
         tables = self._tables
         slots, context_lens = self.slots[:size], self.context_lens[:size]
-        kv_slots = [buffer[:size] for buffer in self._kv_slots]
+        kv_slots = self._kv_slots[:, :size].unbind()
         step = DeviceStep(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -103,21 +104,19 @@ class DecodeSteps:
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
             adapters=self._tiles.read(size) if has_adapters else None,
         )
-        for each in step.group_steps:
-            gather_decodes(
-                slots,
-                tables.lengths,
-                tables.token_table,
-                each.block_tables,
-                tables.block_size,
-                step.token_ids,
-                step.positions,
-                each.kv_slots,
-                context_lens,
-            )
+        gather_decodes(
+            slots,
+            tables.lengths,
+            tables.token_table,
+            tables.all_block_tables,
+            tables.block_size,
+            step.token_ids,
+            step.positions,
+            self._kv_slots,
+            context_lens,
+        )
         states = self._model(step)
         computed = self._model.logits(states) if self._has_output_layer else states
-        store_lengths(slots, context_lens, tables.lengths)
         if self._sampler is None:
             return computed, step.token_ids  # which nobody reads
         ids = self._sampler.sample(computed, slots, context_lens, mode)

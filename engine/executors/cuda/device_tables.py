@@ -19,9 +19,9 @@ class DeviceTables:
     """One row for each slot, and a last one for the padding rows of a graph.
 
     token_table: (slots + 1, max_len + 1) int32. block_tables: (slots + 1, max_blocks) int32, for
-    each group of layers. lengths: (slots + 1,) int32, how many tokens have their keys and values
-    written: the position of a decode's token. The last row's length is 0 and its block is the
-    padding block of each group.
+    each group of layers; all_block_tables: those of all. lengths: (slots + 1,) int32, how many
+    tokens have their keys and values written: the position of a decode's token. The last row's
+    length is 0 and its block is the padding block of each group.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class DeviceTables:
         self.block_size = block_size
         self.token_table = table(max_num_seqs + 1, max_model_len + 1)
         num_groups, max_blocks = len(padding_blocks), -(-max_model_len // block_size)
-        all_tables = table(num_groups, max_num_seqs + 1, max_blocks)
-        self.block_tables = all_tables.unbind()
+        self.all_block_tables = table(num_groups, max_num_seqs + 1, max_blocks)
+        self.block_tables = self.all_block_tables.unbind()
         for block_table, block in zip(self.block_tables, padding_blocks, strict=True):
             block_table[-1] = block
         # A row for each slot of the first group, then of the next.
-        self._rows = all_tables.view(num_groups * (max_num_seqs + 1), max_blocks)
+        self._rows = self.all_block_tables.view(num_groups * (max_num_seqs + 1), max_blocks)
         self.lengths = table(max_num_seqs + 1)
         self._device = device
 

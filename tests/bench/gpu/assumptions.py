@@ -115,7 +115,6 @@ _CHAIN = {
     "_plan_decode": 2,
     "_plan_prefill": 2,
     "_store_sampled": 1,
-    "_store_lengths": 1,
     "_sort": 3,  # the experts, once more, and sums over its warps
     "_gate_up": 2,  # the tile, its rows
     "_down": 1,

@@ -26,7 +26,6 @@ from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,
-    store_lengths,
     store_sampled,
 )
 from penstock.engine.memory.pool.kv_pool import KVPool
@@ -131,11 +130,10 @@ class Model:
         lengths, token_table = _empty(self._max_rows + 1), _empty(self._max_rows + 1, 8193)
         model = self._model(layers)
         gather_decodes(
-            device_step.slots, lengths, token_table, device_step.block_tables, BLOCK_SIZE,
-            device_step.token_ids, device_step.positions, device_step.kv_slots, lens,
+            device_step.slots, lengths, token_table, device_step.block_tables[None], BLOCK_SIZE,
+            device_step.token_ids, device_step.positions, device_step.kv_slots[None], lens,
         )  # fmt: skip
         logits = model.logits(model(device_step))
-        store_lengths(device_step.slots, lens, lengths)
         self._sample(logits, device_step.slots, lens, mode)
         store_sampled(_empty(size), device_step.slots, lens, token_table)
 
@@ -165,16 +163,15 @@ class Model:
             chunk_starts=_ints(chunk_starts), block_tables=_empty(self._max_rows + 1, 128),
             decode_lens=decode_lens,
         )  # fmt: skip
-        token_table = _empty(self._max_rows + 1, 8193)
+        lengths, token_table = _empty(self._max_rows + 1), _empty(self._max_rows + 1, 8193)
         model = self._model(layers)
         gather_chunks(
-            device_step.slots, _empty(num_rows), _ints(starts), token_table,
+            device_step.slots, _empty(num_rows), _ints(starts), lengths, token_table,
             device_step.block_tables, BLOCK_SIZE, num_tokens if step.graph else max(counts),
             device_step.token_ids, device_step.positions, device_step.kv_slots,
             device_step.context_lens,
         )  # fmt: skip
         states = model(device_step)
-        store_lengths(device_step.slots, device_step.context_lens, _empty(self._max_rows + 1))
         num_sampling = len(counts)
         slots, lens_ = _empty(num_sampling), _empty(num_sampling)
         self._sample(model.logits(states[:num_sampling]), slots, lens_, Mode.PLAIN)

@@ -269,8 +269,7 @@ _TOUCHED = {
     "_finish": (),
     "_select": (),
 }
-_TABLES = ("_gather_decodes", "_gather_chunks", "_store_sampled", "_store_lengths", "_plan_decode",
-           "_plan_prefill")  # fmt: skip
+_TABLES = ("_gather_decodes", "_gather_chunks", "_store_sampled", "_plan_decode", "_plan_prefill")
 
 
 def _small(launched: Launched) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
     gather_chunks,
     gather_decodes,
-    store_lengths,
     store_sampled,
     update_table,
 )
@@ -366,39 +365,57 @@ def test_a_decode_reads_the_first_token_not_yet_computed() -> None:
     tables = Tables()
     token_ids, positions, kv_slots, context_lens = tables.buffers(3, 3)
     gather_decodes(
-        tables.slots, tables.lengths, tables.token_table, tables.block_tables, tables.block_size,
-        token_ids, positions, kv_slots, context_lens,
+        tables.slots, tables.lengths, tables.token_table, tables.block_tables[None],
+        tables.block_size, token_ids, positions, kv_slots[None], context_lens,
     )  # fmt: skip
     found = zip(token_ids.tolist(), positions.tolist(), kv_slots.tolist(), strict=True)
     assert list(found) == [tables.expected(4, 31), tables.expected(0, 7), tables.expected(2, 16)]
     assert context_lens.tolist() == [32, 8, 17]
 
 
+def test_decodes_get_a_place_in_each_group_and_count_in_their_slots_lengths() -> None:
+    tables = Tables()
+    groups = torch.stack([tables.block_tables, tables.block_tables.flip(0)])
+    slots = torch.tensor([4, 5, 0, 5], dtype=torch.int32, device=DEVICE)  # 5 pads
+    token_ids, positions, _, context_lens = tables.buffers(4, 4)
+    kv_slots = torch.full((2, 6), -1, device=DEVICE)  # for more rows than there are
+    gather_decodes(
+        slots, tables.lengths, tables.token_table, groups, tables.block_size,
+        token_ids, positions, kv_slots, context_lens,
+    )  # fmt: skip
+    rows = [(4, 31), (5, 0), (0, 7), (5, 0)]
+    for blocks, found in zip(groups, kv_slots.tolist(), strict=True):
+        expected = [int(blocks[slot, at // 4]) * 4 + at % 4 for slot, at in rows]
+        assert found == [*expected, -1, -1]
+    assert context_lens.tolist() == [32, 1, 8, 1]
+    assert tables.lengths.tolist() == [8, 0, 16, 0, 32, 0]
+
+
 def test_a_chunk_reads_its_tokens_in_order() -> None:
     tables = Tables()
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
-    offsets = torch.tensor([0, 9, 10, 15], dtype=torch.int32, device=DEVICE)
-    token_ids, positions, kv_slots, context_lens = tables.buffers(15, 3)
+    slots = torch.tensor([4, 0, 2, 5], dtype=torch.int32, device=DEVICE)  # 5 pads
+    starts = torch.tensor([0, 5, 12, 0], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 9, 10, 15, 15], dtype=torch.int32, device=DEVICE)
+    token_ids, positions, kv_slots, context_lens = tables.buffers(15, 4)
     gather_chunks(
-        tables.slots, starts, offsets, tables.token_table, tables.block_tables, tables.block_size,
-        9, token_ids, positions, kv_slots, context_lens,
+        slots, starts, offsets, tables.lengths, tables.token_table, tables.block_tables,
+        tables.block_size, 9, token_ids, positions, kv_slots, context_lens,
     )  # fmt: skip
     expected = [tables.expected(4, p) for p in range(9)] + [tables.expected(0, 5)]
     expected += [tables.expected(2, p) for p in range(12, 17)]
     found = zip(token_ids.tolist(), positions.tolist(), kv_slots.tolist(), strict=True)
     assert list(found) == expected
-    assert context_lens.tolist() == [9, 6, 17]
+    assert context_lens.tolist() == [9, 6, 17, 0]
+    assert tables.lengths.tolist() == [6, 0, 17, 0, 9, 0]
 
 
-def test_a_step_writes_back_to_its_slots_and_the_padding_slot_keeps_its_length() -> None:
+def test_a_step_writes_its_ids_back_to_its_slots() -> None:
     tables = Tables()
     slots = torch.tensor([4, 0, 5], dtype=torch.int32, device=DEVICE)
     context_lens = torch.tensor([32, 8, 1], dtype=torch.int32, device=DEVICE)
     ids = torch.tensor([111, 222, 333], device=DEVICE)
     store_sampled(ids, slots, context_lens, tables.token_table)
-    store_lengths(slots, context_lens, tables.lengths)
     assert [int(tables.token_table[s, n]) for s, n in ((4, 32), (0, 8), (5, 1))] == [111, 222, 333]
-    assert tables.lengths.tolist() == [8, 0, 16, 0, 32, 0]
 
 
 def test_updates_reach_their_entries_of_the_block_tables() -> None:

@@ -90,8 +90,9 @@ class Model:
         num_tokens, size = int(offsets[-1]), max(row[2] for row in rows)
         token_ids, positions = offsets.new_empty(2, num_tokens).unbind()
         kv_slots, context_lens = token_ids.new_empty(num_tokens).long(), torch.empty_like(slots)
+        lengths = offsets.new_zeros(NUM_SLOTS)
         gather_chunks(
-            slots, starts, offsets, self.tokens.to(DEVICE), self.tables, BLOCK_SIZE, size,
+            slots, starts, offsets, lengths, self.tokens.to(DEVICE), self.tables, BLOCK_SIZE, size,
             token_ids, positions, kv_slots, context_lens,
         )  # fmt: skip
         starts_of_chunks = offsets[num_decodes:] - num_decodes
