@@ -25,18 +25,21 @@ def gather_decodes(
     positions: Tensor,
     kv_slots: Tensor,
     context_lens: Tensor,
+    turn: Tensor | None = None,
+    num_turns: int = 1,
 ) -> None:
     """One token for each of `slots`, (B,) int32: the first that is not yet computed.
 
     block_tables: of all groups, (G, slots, max_blocks). Writes token_ids, positions, context_lens,
     (B,) int32, and kv_slots, (G, B or more) int64. Then lengths[slots[i]] = context_lens[i], except
-    for the last slot, which is padding.
+    for the last slot, which is padding; and turn, (1,) int32, goes on by one, modulo num_turns.
     """
     num_rows = len(slots)
     _gather_decodes[(ceil_div(num_rows, _BLOCK),)](
         slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
         num_rows, len(lengths) - 1, token_table.stride(0), *block_tables.stride()[:2],
-        len(block_tables), kv_slots.stride(0), block_size, BLOCK=_BLOCK, num_warps=2,
+        len(block_tables), kv_slots.stride(0), block_size, turn, num_turns,
+        BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
 
@@ -68,14 +71,23 @@ def gather_chunks(
     )  # fmt: skip
 
 
-def store_sampled(ids: Tensor, slots: Tensor, context_lens: Tensor, token_table: Tensor) -> None:
+def store_sampled(
+    ids: Tensor,
+    slots: Tensor,
+    context_lens: Tensor,
+    token_table: Tensor,
+    host_ids: Tensor | None = None,
+    turn: Tensor | None = None,
+) -> None:
     """Appends each sampled id, or 0 for a negative one, to its sequence's tokens.
 
-    ids, slots, context_lens: (S,).
+    ids, slots, context_lens: (S,). host_ids[turn, i] = ids[i]: (turns, S or more) int32, in pinned
+    memory of the host. Raises ValueError where the device does not reach that.
     """
     num_rows = len(slots)
     _store_sampled[(ceil_div(num_rows, _BLOCK),)](
         ids, slots, context_lens, token_table, num_rows, token_table.stride(0),
+        host_ids, turn, 0 if host_ids is None else host_ids.stride(0),
         BLOCK=_BLOCK, num_warps=2, **overlapped(),
     )  # fmt: skip
 
@@ -91,7 +103,7 @@ def update_table(updates: Tensor, table: Tensor) -> None:
 
 _DECODE_SIZES = (
     "num_rows", "num_slots", "token_stride", "group_stride", "table_stride", "num_groups",
-    "kv_stride",
+    "kv_stride", "num_turns",
 )  # fmt: skip
 
 
@@ -99,8 +111,11 @@ _DECODE_SIZES = (
 def _gather_decodes(
     slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
     num_rows, num_slots, token_stride, group_stride, table_stride, num_groups, kv_stride,
-    block_size, BLOCK: tl.constexpr,
+    block_size, turn, num_turns, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if turn is not None:  # noqa: SIM102  (known at compile time, the other is not)
+        if tl.program_id(0) == 0:
+            tl.store(turn, (tl.load(turn) + 1) % num_turns)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
@@ -148,9 +163,9 @@ def _gather_chunks(
     tl.store(target, block.to(tl.int64) * block_size + position % block_size, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+@triton.jit(do_not_specialize=["num_rows", "token_stride", "host_stride"])
 def _store_sampled(
-    ids, slots, context_lens, token_table, num_rows, token_stride,
+    ids, slots, context_lens, token_table, num_rows, token_stride, host_ids, turn, host_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_kernels_before(PDL)
@@ -158,9 +173,11 @@ def _store_sampled(
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
     length = tl.load(context_lens + row, mask=mask, other=0)
+    token_id = tl.load(ids + row, mask=mask, other=0).to(tl.int32)
+    if host_ids is not None:
+        tl.store(host_ids + tl.load(turn) * host_stride + row, token_id, mask=mask)
     # The next step, launched before the host learns that a row has no id, must find one.
-    token_id = tl.maximum(tl.load(ids + row, mask=mask, other=0).to(tl.int32), 0)
-    tl.store(token_table + slot * token_stride + length, token_id, mask=mask)
+    tl.store(token_table + slot * token_stride + length, tl.maximum(token_id, 0), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])

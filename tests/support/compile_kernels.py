@@ -391,9 +391,11 @@ class MetaModel:
                 gather_decodes(
                     step.slots, lengths, token_table, step.block_tables[None], self._block_size,
                     step.token_ids, step.positions, step.kv_slots[None], step.context_lens,
+                    _ints(1), 2,
                 )  # fmt: skip
             self.model.logits(self.model(step)[:num_rows])
-            store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table)
+            host = () if chunk else (_ints(2, num_slots), _ints(1))
+            store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table, *host)
             update_table(_ints(num_rows, 3), step.block_tables)
             for pool in self._pool.groups:
                 for keys, values in pool.pairs():

@@ -3,6 +3,7 @@
     python -m tests.support.cuda_rehearsal ROUNDS [MODEL] [int8|fp8] [FLAGS]
 
 MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager;
+--unmapped, where kernels do not reach pinned memory;
 --enable-lora, for all requests once more, whose tokens have an adapter then; --offload, with blocks
 that go to the host's memory and come back; --rank=0 or --rank=1, of two that split each layer, or
 --stage-rank=0, 1 or 2, of as many stages: each steps through the same batches.
@@ -28,7 +29,8 @@ from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadForma
 from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
-from penstock.engine.kernels.tables import store_sampled
+from penstock.engine.executors.cuda.host_ids import HostIds
+from penstock.engine.kernels.tables import gather_decodes, store_sampled
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.ranks.board import Board, board_memory
@@ -159,6 +161,47 @@ def broken_rules() -> dict[str, str]:
             host.fill_(1)
 
         rows, table = ids[:4], ids.new_zeros(4, 8)
+
+        def two_steps(num_in_flight: int) -> list[tuple[torch.Tensor, torch.cuda.Event]]:
+            """Launched one after the other: their ids on the host, and what to wait for before."""
+            host = HostIds(num_in_flight, 4, cuda)
+            blocks, kv_slots = table[None], torch.zeros(1, 4, dtype=torch.int64, device=cuda)
+
+            def run() -> None:
+                gather_decodes(
+                    rows, ids, table, blocks, 4, rows, rows, kv_slots, rows, host.turn,
+                    len(host.rows),
+                )  # fmt: skip
+                store_sampled(rows, rows, rows, table, host.rows, host.turn)
+
+            run()
+            graph, launched = captured(run), []
+            host.restart()
+            for _ in range(2):
+                graph.replay()
+                launched.append((host.launched(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+                launched[-1][1].record()
+            kept.append(graph)
+            return launched
+
+        def read_ids_early() -> None:
+            (early, _), _ = two_steps(2)
+            early.tolist()
+
+        def read_ids_of_another_step() -> None:
+            (_, event), (late, _) = two_steps(2)
+            event.synchronize()
+            late.tolist()
+
+        def read_overwritten_ids() -> None:
+            (early, event), _ = two_steps(1)
+            event.synchronize()
+            early.tolist()
+
+        kept: list[torch.cuda.CUDAGraph] = []
+        for ids_on_host, event in two_steps(2):  # this is right
+            event.synchronize()
+            ids_on_host.tolist()
         cases: dict[str, Callable[[], object]] = {
             "a number is read in a capture": lambda: captured(lambda: x[0].item()),
             "a list is sent in a capture": lambda: captured(lambda: x[[1, 2]]),
@@ -177,6 +220,9 @@ def broken_rules() -> dict[str, str]:
             "a graph's output is used after another's replay": use_overwritten,
             "host memory is read too early": read_early,
             "host memory is written too early": write_early,
+            "ids are read before their event": read_ids_early,
+            "ids are read after the event of another step": read_ids_of_another_step,
+            "ids are overwritten before they are read": read_overwritten_ids,
             "there is no more memory": lambda: torch.empty(2**38, device=cuda),
         }
         return {name: _refusal(run) for name, run in cases.items()}
@@ -339,10 +385,12 @@ def rehearse(
     model: str,
     rank: int | None = None,
     layout: RankLayout | None = None,
+    *,
+    maps_pinned: bool = True,
     **changes: Any,
 ) -> dict[str, Any]:
     """A start and `rounds` of `serve_everything`, then a few decode steps. rank: of a layout."""
-    gpu = PretendGpu(answer=65)  # an "a" of the dummy tokenizer
+    gpu = PretendGpu(answer=65, maps_pinned=maps_pinned)  # an "a" of the dummy tokenizer
     with gpu.installed(), tempfile.TemporaryDirectory() as directory:
         fields = MODELS[model]
         if layout is not None and (num_layers := layout.num_stages) > 1:
@@ -413,7 +461,7 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
         rehearsal.add(2, max_tokens=30, top_p=0.9)
     for _ in range(6):
         rehearsal.step()
-    for seen in (gpu.waits, gpu.uploads, gpu.launches, gpu.replays, gpu.collectives):
+    for seen in (gpu.waits, gpu.uploads, gpu.downloads, gpu.launches, gpu.replays, gpu.collectives):
         seen.clear()
     for _ in range(num_steps):
         rehearsal.step()
@@ -424,6 +472,7 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
         "launches": [launch.name for launch in gpu.launches],
         "replays": len(gpu.replays),
         "collectives": gpu.collectives[:],  # outside of graphs
+        "downloads": gpu.downloads[:],
         "launches_in_graph": Counter(launch.name for launch in gpu.replays[0].launches)
         if gpu.replays
         else {},
@@ -452,6 +501,7 @@ def main(rounds: int, flags: list[str]) -> None:
         model,
         rank,
         layout,
+        maps_pinned="--unmapped" not in flags,
         block_size=16,
         kv_cache_memory_bytes=layer_bytes * num_layers,
         enforce_eager="--enforce-eager" in flags,

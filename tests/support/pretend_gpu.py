@@ -64,7 +64,8 @@ class BrokenRule(AssertionError):
 
 @dataclass(eq=False)
 class Memory:
-    """One storage. busy_until: when, on the stream's clock, the device has finished using it."""
+    """One storage. busy: for ranges of its bytes, when, on the stream's clock, the device has
+    finished using them."""
 
     address: int
     num_bytes: int
@@ -73,18 +74,24 @@ class Memory:
     is_pinned: bool = False
     is_alive: bool = True
     is_stale: bool = False
-    busy_until: int = 0
+    busy: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def is_busy(self, start: int, stop: int, at: int) -> bool:
+        return any(
+            until > at for (first, end), until in self.busy.items() if first < stop and start < end
+        )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """key: Triton compiles the kernel once for each."""
+    """key: Triton compiles the kernel once for each. run: what it changes that is modelled here."""
 
     name: str
     key: str
     grid: tuple[int, ...]
     pointers: tuple[int, ...]
     integers: dict[str, int]
+    run: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
 
 
 class Pointer:
@@ -117,20 +124,25 @@ class Graph:
                 memory.is_stale = memory.owner is not self
         gpu.clock += 1
         gpu.replays.append(self)
+        for launch in self.launches:
+            launch.run()
 
 
 @dataclass
 class PretendGpu:
-    """name, capability, total_bytes: those of an H200. answer: the value of every id read."""
+    """name, capability, total_bytes: those of an H200. answer: the value of every id read.
+    maps_pinned: whether kernels reach pinned memory."""
 
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
     total_bytes: int = 150_000_000_000
     answer: int = 97
+    maps_pinned: bool = True
     clock: int = 0
     known: int = 0  # the time on the clock that the host knows the device has reached
     waits: list[str] = field(default_factory=list)  # where the host waited for the device
     uploads: list[str] = field(default_factory=list)
+    downloads: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     replays: list[Graph] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
@@ -139,6 +151,7 @@ class PretendGpu:
     # The collectives that have run, and of which groups.
     connected: set[tuple[str, object]] = field(default_factory=set)
     collectives: list[str] = field(default_factory=list)  # those outside of graphs
+    turns: dict[int, int] = field(default_factory=dict)  # the one number by address that has data
     capturing: Graph | None = None
     forbids_waits: bool = False  # torch.cuda.set_sync_debug_mode
     live_bytes: int = 0
@@ -210,19 +223,19 @@ class PretendGpu:
         self.known = self.clock
 
     def check_host(self, tensor: Tensor, what: str) -> None:
-        if self.adopt(tensor).busy_until > self.known:
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        if self.adopt(tensor).is_busy(start, start + tensor.nbytes, self.known):
             raise BrokenRule(f"host memory is {what} before its copy has run, at {_place()}")
 
     def transfer(self, host: Tensor, *, non_blocking: bool, is_upload: bool) -> None:
         memory = self.adopt(host)
         if self.capturing:
             raise BrokenRule(f"a transfer in a capture, at {_place()}")
-        if is_upload:
-            self.uploads.append(_place())
+        (self.uploads if is_upload else self.downloads).append(_place())
         self.clock += 1
         if not (memory.is_pinned and non_blocking):
             self.wait("a transfer of memory that is not pinned")
-        memory.busy_until = self.clock
+        memory.busy[0, memory.num_bytes] = self.clock
 
     def use(self, tensor: Tensor) -> Memory:
         """The device reads or writes it."""
@@ -240,9 +253,11 @@ class PretendGpu:
         names = [parameter.name for parameter in kernel.params]
         given = dict(zip(names, args, strict=False)) | kwargs
         pointers: list[int] = []
+        tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         for argument, value in given.items():
             if isinstance(value, Tensor):
-                if not value.is_cuda or not value.is_contiguous():
+                is_reached = value.is_cuda or self._reaches(value, name, argument)
+                if not is_reached or not value.is_contiguous():
                     raise BrokenRule(f"{name}'s {argument}: {value.device}, {value.stride()}")
                 pointers.append(
                     self.use(value).address + int(value.storage_offset()) * value.itemsize
@@ -258,7 +273,8 @@ class PretendGpu:
         if any(size > _MAX_GRID_Y for size in grid[1:]):
             raise BrokenRule(f"{name}'s grid is {grid}")
         integers = {k: v for k, v in given.items() if type(v) is int}
-        launch = Launch(name, key, tuple(grid), tuple(pointers), integers)
+        run = self._run_of(given, tensors)
+        launch = Launch(name, key, tuple(grid), tuple(pointers), integers, run)
         if self.capturing:
             if key not in self.compiled:
                 raise BrokenRule(f"{key} would be compiled in a capture")
@@ -266,7 +282,39 @@ class PretendGpu:
         else:
             self.clock += 1
             self.launches.append(launch)
+            run()
         self.compiled.setdefault(key, _place())
+
+    def _reaches(self, host: Tensor, name: str, argument: str) -> bool:
+        """Whether a kernel may have it, as Triton asks the driver: pinned, in the one kernel of
+        which `_run_of` knows what it writes."""
+        if not self.adopt(host).is_pinned or (name, argument) != ("_store_sampled", "host_ids"):
+            return False
+        if not self.maps_pinned:
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        return True
+
+    def _run_of(self, given: dict[str, Any], tensors: dict[str, Tensor]) -> Callable[[], None]:
+        """What a launch does to the host's memory, and to the number that says where."""
+        if (turn := tensors.get("turn")) is None:
+            return lambda: None
+        at = self.adopt(turn).address
+        if (host := tensors.get("host_ids")) is None:
+            num_turns = given["num_turns"]
+
+            def count() -> None:
+                self.turns[at] = (self.turns.get(at, 0) + 1) % num_turns
+
+            return count
+        memory, num_bytes = self.adopt(host), 4 * given["num_rows"]
+        assert given["num_rows"] <= host.shape[1], host.shape
+
+        def write() -> None:
+            start = 4 * self.turns.get(at, 0) * given["host_stride"]
+            assert start + num_bytes <= host.nbytes, (start, host.shape)
+            memory.busy[start, start + num_bytes] = self.clock
+
+        return write
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -500,6 +548,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if tensor.is_cuda:
                 gpu.use(tensor)
+        if func is _aten.zero_.default:
+            gpu.turns.pop(gpu.adopt(args[0]).address, None)
         if func is _aten._to_copy.default:
             source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
             non_blocking = bool(kwargs.get("non_blocking"))

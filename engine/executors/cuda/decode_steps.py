@@ -1,6 +1,7 @@
 """Steps of decodes alone as CUDA graphs, from the gather of their tokens to the sampled ids: padded
 to a few sizes, they read and write per-slot tables alone."""
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,12 +11,15 @@ from torch import Tensor
 from penstock.engine.executors.cuda.adapter_tiles import TileMemory
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.graphs import StepGraphs, captured_sizes
+from penstock.engine.executors.cuda.host_ids import HostIds
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES, StepSampler
 from penstock.engine.kernels.sample.sampler import Mode
 from penstock.engine.kernels.tables import gather_decodes, store_sampled
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import AdapterRun
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeKey(NamedTuple):
@@ -28,7 +32,10 @@ class DecodeKey(NamedTuple):
 
 class DecodeSteps:
     """Owns the memory that its graphs read their rows from: slots and context_lens are those of
-    the rows of the last step."""
+    the rows of the last step. host_ids: the ids that it sampled, as `HostIds.launched`; None where
+    they must be copied."""
+
+    host_ids: Tensor | None = None
 
     def __init__(
         self,
@@ -38,9 +45,10 @@ class DecodeSteps:
         *,
         use_graphs: bool,
         has_output_layer: bool,
+        num_in_flight: int,
     ) -> None:
         """sampler: of the graphs; None where rows are sampled after them. has_output_layer: where
-        states alone are computed, without it."""
+        states alone are computed, without it. num_in_flight: `ModelInfo.max_in_flight`."""
         self._model, self._tables, self._sampler = model, tables, sampler
         self._has_output_layer = has_output_layer
         self.sizes = captured_sizes(tables.padding_slot)
@@ -55,6 +63,7 @@ class DecodeSteps:
         self._tiles = TileMemory(tables, self.sizes, model.num_adapter_slots)
         self._written_slots: tuple[int, ...] = ()
         self._written_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
+        self._host = None if sampler is None else self._reached(num_in_flight)
         self._graphs = StepGraphs(self._run, tables.lengths.device, enabled=use_graphs)
 
     def size_for(self, num_rows: int) -> int:
@@ -70,6 +79,8 @@ class DecodeSteps:
             for mode in (GRAPH_MODES[-1:] if self._sampler is None else GRAPH_MODES)
         )
         self._graphs.capture(keys, on_captured)
+        if self._host is not None:
+            self._host.restart()
 
     def __call__(
         self, slots: tuple[int, ...], adapters: tuple[AdapterRun, ...], mode: Mode
@@ -84,7 +95,21 @@ class DecodeSteps:
         if adapters and (size, adapters) != self._written_adapters:
             self._tiles.write(adapters, size)
             self._written_adapters = size, adapters
-        return self._graphs(DecodeKey(size, mode, bool(adapters)))
+        outputs = self._graphs(DecodeKey(size, mode, bool(adapters)))
+        self.host_ids = None if self._host is None else self._host.launched()
+        return outputs
+
+    def _reached(self, num_in_flight: int) -> HostIds | None:
+        """None where the device does not reach the host's memory."""
+        tables = self._tables
+        host = HostIds(num_in_flight, tables.padding_slot, tables.lengths.device)
+        padding = self._token_ids[:1], self.slots[:1], self.context_lens[:1], tables.token_table
+        try:
+            store_sampled(*padding, host.rows, host.turn)
+        except ValueError as error:
+            logger.info("sampled ids are copied after each step (%s)", error)
+            return None
+        return host
 
     def _run(self, key: DecodeKey) -> tuple[Tensor, Tensor]:
         """A whole step of `size` decodes, in memory that does not move: what the graph captures."""
@@ -114,11 +139,13 @@ class DecodeSteps:
             step.positions,
             self._kv_slots,
             context_lens,
+            *((self._host.turn, len(self._host.rows)) if self._host else ()),
         )
         states = self._model(step)
         computed = self._model.logits(states) if self._has_output_layer else states
         if self._sampler is None:
             return computed, step.token_ids  # which nobody reads
         ids = self._sampler.sample(computed, slots, context_lens, mode)
-        store_sampled(ids, slots, context_lens, tables.token_table)
+        host = (self._host.rows, self._host.turn) if self._host else ()
+        store_sampled(ids, slots, context_lens, tables.token_table, *host)
         return computed, ids

@@ -5,7 +5,7 @@ and writes per-slot tables (`DeviceTables`, `StepSampler`), so between two steps
 sequences nothing is sent to the device. A step with prefill chunks is a graph too while it is small
 (`ChunkSteps`); else it is launched kernel by kernel, which its length hides.
 
-Only `LaunchedStep.wait` waits for the device, for the ids that it copies out; and a step with a
+Only `LaunchedStep.wait` waits for the device, for the ids (`HostIds`); and a step with a
 grammar does, because the host needs the ids.
 
 Of several stages each has some of the layers. All but the last compute states alone, which go to
@@ -94,6 +94,7 @@ class CudaExecutor:
         self._states = None
         if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any
             self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
+        info = replace(loaded.info, runs_ahead=True)
         use_graphs = loaded.use_graphs and model.attention.is_capturable
         self._decodes = DecodeSteps(
             model,
@@ -101,6 +102,7 @@ class CudaExecutor:
             sampler_of_graphs,
             use_graphs=use_graphs,
             has_output_layer=self._has_output_layer,
+            num_in_flight=info.max_in_flight,
         )
         chunk_sizes = loaded.chunk_sizes
         if chunk_sizes is None:
@@ -108,7 +110,7 @@ class CudaExecutor:
         takes_chunks = use_graphs and model.attention.takes_decode_lens
         self._chunks = ChunkSteps(model, tables, chunk_sizes if takes_chunks else ())
         graph_sizes = GraphSizes(decodes=tuple(self._decodes.sizes), chunks=self._chunks.sizes)
-        self.info = replace(loaded.info, runs_ahead=True, graph_sizes=graph_sizes)
+        self.info = replace(info, graph_sizes=graph_sizes)
 
     def _make_sampler(
         self, loaded: DeviceModel
@@ -174,11 +176,12 @@ class CudaExecutor:
         ids: Tensor,
         slots: list[int],
         logprobs: ReadLogprobs | None = None,
+        host_ids: Tensor | None = None,
     ) -> LaunchedStep:
         # Rank 0 alone has a limit, since it tells the others to end.
         waits_for = self._ranks if self._samples else SOLE_DEVICE
         return LaunchedStep(
-            sampled, ids, slots, logprobs, self._grammars, waits_for, self._stage_time
+            sampled, ids, slots, logprobs, self._grammars, waits_for, self._stage_time, host_ids
         )
 
     def _receive(self, num_tokens: int) -> None:
@@ -201,12 +204,14 @@ class CudaExecutor:
                 self._launched.wait()
             self._grammars.start(slots)
         prompts: tuple[PromptOutput | None, ...] = ()
-        ids: Tensor | None = None
+        ids = host_ids = None
         if batch.num_decodes == len(batch.slots):
             mode = self._sampler.graph_mode(slots) if self._samples_in_graphs else None
             logits, ids = self._decode(batch, Mode.PLAIN if mode is None else mode)
             logits = logits[: len(slots)]
             ids = None if mode is None else ids[: len(slots)]
+            if ids is not None and self._decodes.host_ids is not None:
+                host_ids = self._decodes.host_ids[: len(slots)]
             device_slots = self._decodes.slots[: len(slots)]
             lengths = self._decodes.context_lens[: len(slots)]
         else:
@@ -224,7 +229,7 @@ class CudaExecutor:
         logprobs = self._sampler.logprobs(logits, slots, ids) if rows else None
         self._end_stage()
         # No slots where others sample, and the ids do not come here.
-        self._launched = self._launch(sampled, ids, slots[: len(ids)], logprobs)
+        self._launched = self._launch(sampled, ids, slots[: len(ids)], logprobs, host_ids)
         return self._launched
 
     def _sample(

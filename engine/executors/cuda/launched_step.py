@@ -50,10 +50,12 @@ class LaunchedStep:
         grammars: GrammarTable,
         ranks: TorchRanks | SoleDevice,
         stage_time: StageTime | None,
+        host_ids: Tensor | None = None,
     ) -> None:
         """sampled: all but the ids and logprobs. ids: (S,) on the device, of the sampling rows,
         whose slots these are. logprobs: reads those of the rows that want them. ranks: those that
-        the device waits for. stage_time: where there are stages."""
+        the device waits for. stage_time: where there are stages. host_ids: where the device writes
+        the ids too, so that they need no copy."""
         self.stage_time = stage_time
         self._ranks = ranks
         self._slots = slots
@@ -61,7 +63,7 @@ class LaunchedStep:
         self._constraints = grammars.constraints(slots)
         self._sampled, self._logprobs = sampled, logprobs
         self._is_complete = False
-        self._ids = to_host(ids)
+        self._ids = to_host(ids) if host_ids is None else host_ids
         self._event = torch.cuda.Event() if ids.is_cuda else None  # type: ignore[no-untyped-call]
         if self._event:
             self._event.record()

@@ -132,10 +132,12 @@ class Model:
         gather_decodes(
             device_step.slots, lengths, token_table, device_step.block_tables[None], BLOCK_SIZE,
             device_step.token_ids, device_step.positions, device_step.kv_slots[None], lens,
+            _empty(1), 2,
         )  # fmt: skip
         logits = model.logits(model(device_step))
         self._sample(logits, device_step.slots, lens, mode)
-        store_sampled(_empty(size), device_step.slots, lens, token_table)
+        host = _empty(2, self._max_rows), _empty(1)
+        store_sampled(_empty(size), device_step.slots, lens, token_table, *host)
 
     def _mixed(self, step: Step, layers: int | None) -> None:
         """As `ChunkSteps._run` where the step is padded to a graph, else as

@@ -40,6 +40,16 @@ def test_a_step_of_decodes_alone_is_one_graph_and_sends_nothing(report: dict[str
     assert {name: decode["launches_in_graph"][name] for name in layers} == layers
     assert sum(decode["launches_in_graph"].values()) == 10 + 12
     assert decode["operations_in_graph"] == []
+    # The ids need no copy.
+    assert decode["downloads"] == []
+
+
+def test_where_kernels_do_not_reach_pinned_memory_the_ids_are_copied() -> None:
+    report = rehearsal("1", "--unmapped")
+    check_serving(report)
+    decode = report["decode"]
+    assert decode["launches"] == [] and decode["replays"] == decode["steps"]
+    assert len(decode["downloads"]) == decode["steps"]
 
 
 def test_a_chunk_graph_fills_its_padding_once_and_not_in_every_layer(
@@ -114,7 +124,7 @@ def test_blocks_go_to_pinned_memory_and_come_back_and_their_kernels_are_compiled
 
 def test_the_rehearsal_fails_on_what_a_gpu_forbids(report: dict[str, Any]) -> None:
     assert [name for name, refusal in report["rules"].items() if not refusal] == []
-    assert len(report["rules"]) == 12
+    assert len(report["rules"]) == 15
 
 
 @pytest.mark.parametrize(
