@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.engine.ranks.group import Doing
 from penstock.engine.ranks.peers import Peers
+from penstock.engine.ranks.small_sums import SmallSums
 
 # torch's name for it: since 2.13, and before.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -23,7 +24,11 @@ class TorchGroup:
 
     With NCCL the operations return before they are done, sums are of the tensors' type in an order
     of NCCL's, equal on all ranks, and a rank that is missing is noticed in `wait_for`.
+
+    small_sums: set once all ranks have them, for tensors that they take.
     """
+
+    small_sums: SmallSums | None = None
 
     def __init__(
         self,
@@ -55,7 +60,10 @@ class TorchGroup:
 
     def all_reduce(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "a copy would be summed"
-        group = self.process_group
+        group, small = self.process_group, self.small_sums
+        if small is not None and small.takes(tensor):
+            self._call("all_reduce", tensor, small.all_reduce)
+            return
         self._call("all_reduce", tensor, lambda each: dist.all_reduce(each, group=group))
 
     def broadcast(self, tensor: Tensor) -> None:

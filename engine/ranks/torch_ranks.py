@@ -20,6 +20,7 @@ from penstock.engine.ranks.group import SoleRank
 from penstock.engine.ranks.layout import ONE_RANK, RankLayout
 from penstock.engine.ranks.peers import Peers
 from penstock.engine.ranks.rendezvous import Rendezvous
+from penstock.engine.ranks.small_sums import small_sums
 from penstock.engine.ranks.torch_group import TorchGroup
 
 # For torch's own watchdog, which would end the process without a sentence. The limit of a step is
@@ -82,6 +83,12 @@ class TorchRanks(Peers):
         self.pipeline = DevicePipeline()
         if layout.num_stages > 1:
             self.tensor, self.pipeline = self._join_stage()
+        if alone and isinstance(self.tensor, TorchGroup):
+            group = self.tensor.process_group or dist.group.WORLD
+            assert group is not None, "it is initialized"
+            self.tensor.small_sums = small_sums(
+                self.tensor, group, device, layout.size, lambda ok: self.least([ok]) == [1]
+            )
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on, for another rank."""
