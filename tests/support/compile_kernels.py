@@ -135,11 +135,19 @@ class Launch:
         """Compiles it for the device at hand, into Triton's cache, as its launch would."""
         self._kernel.run(**self._given, grid=(1,), warmup=True)
 
-    def compile(self, capability: int) -> dict[str, Any]:
+    def assembly(self, capability: int) -> tuple[str, str]:
+        """PTX, and machine code as nvdisasm prints it."""
+        compiled = self._compiled(capability)
+        return compiled.asm["ptx"], _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
+
+    def _compiled(self, capability: int) -> Any:
         aligned = {(index,): [["tt.divisibility", 16]] for index in self._aligned}
         source = ASTSource(self._kernel, self.signature, self.constants, aligned)
         target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options=self.options)
+        return triton.compile(source, target=target, options=self.options)
+
+    def compile(self, capability: int) -> dict[str, Any]:
+        compiled = self._compiled(capability)
         machine_code = _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
         return {
             "kernel": self.name,
