@@ -110,7 +110,7 @@ from tests.support.convergence import parted, unordered_copies
 with overlap(True):
     launches = MetaModel(Path(sys.argv[1])).launches(16, 0)
 for one in launches:
-    if one.name in ("_decode", "_plan_decode"):
+    if one.name == "_decode":
         ptx, code = one.assembly(90)
         print(json.dumps([one.name, "LDGSTS" in code, parted(ptx), unordered_copies(code)]))
 """
@@ -122,4 +122,4 @@ def test_threads_of_a_decode_meet_and_it_copies_what_it_stored_after_a_barrier()
     done = subprocess.run(command, env=_ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {tuple(json.loads(line)[:2]): json.loads(line)[2:] for line in done.stdout.splitlines()}
-    assert found == {("_plan_decode", False): [[], []], ("_decode", True): [[], []]}
+    assert found == {("_decode", True): [[], []]}
