@@ -60,6 +60,7 @@ def test_the_shares_by_which_goals_are_scaled_are_those_of_the_estimate() -> Non
 _BEFORE = """
 from tests.bench.gpu.assumptions import *
 from tests.bench.gpu.assumptions import _alone
+from tests.bench.gpu.under_load import with_drafts, with_shared_prefix
 from tests.support.multiprocessor import room_of
 from dataclasses import replace
 cublas = Work(name="cuBLAS", programs=0, fit=0, busy=0, product=(256, 6144, 4096))
@@ -87,6 +88,11 @@ _FIGURES = {
     "all early": "gaps(product, product, early=Early.ALL)[1] - EXPECTED.release",
     "none early": "gaps(product, product, early=Early.NONE)[1] - EXPECTED.gap_alone",
     "after cublas": "gaps(product, cublas, product)[2] - EXPECTED.gap_alone",
+    "own of shared": "with_shared_prefix([decode], 512)[1].memory_bytes / decode.memory_bytes",
+    "once of shared": "with_shared_prefix([decode], 512)[0].memory_bytes / decode.memory_bytes",
+    "keys of drafts": "with_drafts([decode], 3)[0].memory_bytes / decode.memory_bytes",
+    "keys again": "with_drafts([decode], 3, reads_again=True)[0].issued / decode.issued",
+    "rows of drafts": "with_drafts([cublas], 3)[0].product[0]",
 }
 
 
@@ -134,6 +140,16 @@ def test_programs_that_find_nothing_to_do_take_time(us: dict[str, float]) -> Non
 def test_before_a_launch_lies_what_is_assumed(us: dict[str, float], gap: str) -> None:
     """Two programs of `product` fill a multiprocessor, so no other has room beside them."""
     assert us[gap] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_shared_prefix_is_read_once(us: dict[str, float]) -> None:
+    assert us["own of shared"] == pytest.approx(0.5)
+    assert us["once of shared"] == pytest.approx(0.5 / 256, rel=1e-3)
+
+
+def test_drafts_are_rows_of_products_and_read_keys_once_or_again(us: dict[str, float]) -> None:
+    figures = us["rows of drafts"], us["keys of drafts"], us["keys again"]
+    assert figures == (3 * 256, 1.0, 3.0)
 
 
 def test_decode_steps_are_expected_to_take_about_what_an_h200_measured() -> None:

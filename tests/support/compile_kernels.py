@@ -188,18 +188,19 @@ _WAIT = ("PREEXIT", "ACQBULK")
 
 def instructions(machine_code: str) -> dict[str, Any]:
     """How many of these kinds a kernel has, and in which order it waits; and how many of any kind
-    are in the last loop that multiplies matrices."""
+    are in the last loop that multiplies matrices, and in the shortest."""
     operations = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(\w+)", machine_code, re.MULTILINE)
     counts = {name: operations.count(name) for name in _COUNTED if name in operations}
     waits = [name for name in operations if name in _WAIT]
-    return {"instructions": counts, "wait": waits, "loop": _loop(machine_code)}
+    loops = _loops(machine_code) or [0]
+    return {"instructions": counts, "wait": waits, "loop": loops[-1], "inner": min(loops)}
 
 
-def _loop(machine_code: str) -> int:
-    """Instructions from a label to the last jump back to it, with a product between them."""
+def _loops(machine_code: str) -> list[int]:
+    """Instructions from a label to each jump back to it, with a product between them."""
     lines = re.findall(r"^(\.L\w+)(?=:)|^\s+/\*\w+\*/\s+(.+?) ;", machine_code, re.MULTILINE)
-    size, starts = 0, dict[str, int]()
-    codes: list[str] = []
+    starts = dict[str, int]()
+    codes, sizes = list[str](), list[int]()
     for label, code in lines:
         if label:
             starts[label] = len(codes)
@@ -208,8 +209,9 @@ def _loop(machine_code: str) -> int:
         target = re.search(r"BRA.*?(\.L\w+)", code)
         if target and target[1] in starts:
             body = codes[starts[target[1]] :]
-            size = len(body) if any("MMA." in one for one in body) else size
-    return size
+            if any("MMA." in one for one in body):
+                sizes.append(len(body))
+    return sizes
 
 
 def before_wait(machine_code: str) -> list[str] | None:

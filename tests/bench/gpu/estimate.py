@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
-from tests.bench.gpu import early_starts
+from tests.bench.gpu import early_starts, under_load
 from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Early, Timed
 from tests.bench.gpu.goals import (
     GOALS,
@@ -374,6 +374,8 @@ def text() -> str:
         early_starts.table(measured),
         _FIRST_TOKEN.rstrip(),
         _first_token_table(),
+        under_load.OPENING.rstrip(),
+        under_load.table(),
         _CODES.rstrip(),
         _codes_table(),
         _LAUNCHES.rstrip(),

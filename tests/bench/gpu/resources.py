@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.bench.gpu.goals import QWEN
+from tests.bench.gpu.goals import LLAMA, QWEN
 from tests.support.paths import MODEL_CONFIGS, ROOT
 
 FILE = Path(__file__).with_name("resources.json")
 _SOURCES = ("kernels", "models/parts")
-_FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes", "loop")
+_FIELDS = ("warps", "registers", "shared_bytes", "stack_bytes", "loop", "inner")
 
 
 def known() -> dict[str, Any]:
@@ -50,6 +50,7 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
 
 def _compiled() -> dict[str, Any]:
     """Where the interpreter is off."""
+    import torch
     import triton
 
     from penstock.engine.kernels.launch import overlap
@@ -62,6 +63,12 @@ def _compiled() -> dict[str, Any]:
     models = [MetaModel(path, max_rows=256) for path in sorted(MODEL_CONFIGS.iterdir())]
     models += [
         MetaModel(MODEL_CONFIGS / QWEN, max_rows=256, codes=codes) for codes in QUANTIZED.values()
+    ]
+    fp8 = QUANTIZED["fp8"]
+    models.append(MetaModel(MODEL_CONFIGS / LLAMA, max_rows=256, codes=fp8))
+    models += [
+        MetaModel(MODEL_CONFIGS / name, max_rows=256, kv_dtype=torch.float8_e4m3fn)
+        for name in (LLAMA, QWEN)
     ]
     kinds = [(model, False) for model in models]
     kinds.append((MetaModel(MODEL_CONFIGS / QWEN, max_rows=256), True))

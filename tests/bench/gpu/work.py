@@ -92,7 +92,7 @@ class Workbench:
         if kernel == "_dequantize":
             return Work(**base | _dequantize(launched))
         if kernel == "_decode":
-            return Work(**base | _decode(launched, step))
+            return Work(**base | _decode(launched, step, compiled["inner"]))
         if kernel == "_prefill":
             return Work(**base | _prefill(launched, step))
         return Work(**base | _small(launched))
@@ -224,7 +224,8 @@ def _coded_bytes(a: dict[str, Any]) -> int:
     return int(a["codes"].nbytes) + int(tables)
 
 
-def _decode(launched: Launched, step: Step) -> dict[str, Any]:
+def _decode(launched: Launched, step: Step, inner: int) -> dict[str, Any]:
+    """inner: the instructions of a warp for each tile of keys."""
     a, constants = launched.arguments, launched.constants
     heads, dim = constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
     first = a["first_item"][: a["num_rows"] + 1]
@@ -234,12 +235,14 @@ def _decode(launched: Launched, step: Step) -> dict[str, Any]:
     rounds = -(-int(counts.max()) // constants["COMBINED"]) if partials else 0
     scale_bytes = 0 if a["key_scales"] is None else a["key_scales"].element_size()
     token_bytes = 2 * heads * (dim * a["keys"].element_size() + scale_bytes)
+    tiles = sum(-(-context // constants["TILE"]) for context in step.decodes)
     tile_bytes = 2 * constants["TILE"] * dim * a["keys"].element_size()
     return {
         "busy": min(launched.programs, pieces * heads),
         "memory_bytes": sum(step.decodes) * token_bytes,
         "cached_bytes": 2 * a["out"].nbytes + 2 * partials,
         "in_flight": 2 * tile_bytes,
+        "issued": float(tiles * heads * launched.options["num_warps"] * inner),
         "combined": rounds * constants["GROUP_SIZE"],
         "rotates": constants["ROTATES"],
         "num_keys": sum(step.decodes),
