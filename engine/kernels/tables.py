@@ -127,8 +127,9 @@ def _gather_decodes(
     tl.store(lengths + slot, position + 1, mask=mask & (slot < num_slots))
     entry = block_tables + slot * table_stride + position // block_size
     for group in range(0, num_groups):
-        block = tl.load(entry + group * group_stride, mask=mask, other=0).to(tl.int64)
-        target = kv_slots + group * kv_stride + row
+        wide = tl.cast(group, tl.int64)
+        block = tl.load(entry + wide * group_stride, mask=mask, other=0).to(tl.int64)
+        target = kv_slots + wide * kv_stride + row
         tl.store(target, block * block_size + position % block_size, mask=mask)
 
 
@@ -175,7 +176,8 @@ def _store_sampled(
     length = tl.load(context_lens + row, mask=mask, other=0)
     token_id = tl.load(ids + row, mask=mask, other=0).to(tl.int32)
     if host_ids is not None:
-        tl.store(host_ids + tl.load(turn) * host_stride + row, token_id, mask=mask)
+        of_turn = tl.load(turn).to(tl.int64) * host_stride
+        tl.store(host_ids + of_turn + row, token_id, mask=mask)
     # The next step, launched before the host learns that a row has no id, must find one.
     tl.store(token_table + slot * token_stride + length, tl.maximum(token_id, 0), mask=mask)
 
