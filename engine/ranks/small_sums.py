@@ -71,14 +71,14 @@ class SmallSums:
 
 def small_sums(
     group: Group,
-    process_group: dist.ProcessGroup,
+    process_group: dist.ProcessGroup | None,
     device: torch.device,
     num_gpus: int,
     agree: Callable[[bool], bool],
 ) -> SmallSums | None:
     """Those of a group that sums by NCCL. None where they are off, or some rank cannot have them.
 
-    num_gpus: of all ranks. agree: whether all ranks say so.
+    process_group: None for all ranks. num_gpus: of all ranks. agree: whether all ranks say so.
     """
     if os.environ.get(SYMMETRIC_SUMS) != "1":
         return None
@@ -91,8 +91,9 @@ def small_sums(
         if agree(all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)):
             try:
                 buffer = symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
-                symmetric_memory.rendezvous(buffer, process_group)
-                found = SmallSums(buffer, process_group.group_name)
+                ranks = process_group or dist.distributed_c10d._get_default_group()
+                symmetric_memory.rendezvous(buffer, ranks)
+                found = SmallSums(buffer, ranks.group_name)
             except RuntimeError as error:
                 why = str(error).strip().partition("\n")[0]
             if not agree(found is not None):

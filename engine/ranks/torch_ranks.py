@@ -84,8 +84,7 @@ class TorchRanks(Peers):
         if layout.num_stages > 1:
             self.tensor, self.pipeline = self._join_stage()
         if alone and isinstance(self.tensor, TorchGroup):
-            group = self.tensor.process_group or dist.group.WORLD
-            assert group is not None, "it is initialized"
+            group = self.tensor.process_group
             self.tensor.small_sums = small_sums(
                 self.tensor, group, device, layout.size, lambda ok: self.least([ok]) == [1]
             )
