@@ -34,6 +34,7 @@ FILES = (
     TestFile("tests/engine/models/test_fused.py", 4),
     TestFile("tests/engine/kernels/test_launch.py"),
     TestFile("tests/engine/attention/test_backends.py"),
+    TestFile("tests/engine/attention/test_flash_prefill.py"),
     TestFile("tests/engine/executors/test_step_sampler.py"),
     TestFile("tests/engine/kernels/test_codes.py", 4),
     TestFile("tests/engine/kernels/test_experts.py", 2),
