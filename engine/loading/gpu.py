@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.config import GpuWay
 from penstock.engine.executors.cuda.block_tier import GpuOffload
-from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import chunk_sizes
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
 from penstock.engine.executors.cuda.first_steps import OneForAll, largest_step, small_steps
@@ -93,8 +93,9 @@ class GpuLoading(DecoderLoading):
         self._padding_bytes = sum(pool.block_bytes for pool in self.pools)
         self._grammar_table = self.grammars()
         self._slot_bytes = most_adapter_bytes(config.lora, model, self.dtype) or 0
-        # Steps are padded to so many tokens.
-        sizes = *captured_sizes(config.scheduler.max_num_seqs), *CHUNK_SIZES
+        # Steps are padded to so many tokens, by all ranks alike.
+        self._chunk_sizes = self._choose_chunk_sizes()
+        sizes = *captured_sizes(config.scheduler.max_num_seqs), *self._chunk_sizes
         most = max(config.scheduler.max_step_tokens, *sizes)
         self.place.pipeline.allocate(most, model.hidden_size, self.dtype, gpu.device)
         total, free = gpu.total_bytes, gpu.total_bytes - gpu.used_bytes()
@@ -109,6 +110,13 @@ class GpuLoading(DecoderLoading):
         if not self._may_capture:
             absent.add(GpuWay.GRAPHS)
         return next(way for way in self.config.gpu_way.or_slower if way not in absent)
+
+    def _choose_chunk_sizes(self) -> tuple[int, ...]:
+        if self.device.device.type == "cpu":
+            return ()  # there padding only costs
+        most, ranks = self.config.scheduler.max_step_tokens, self.place.layout.tensor_size
+        sizes = chunk_sizes(self.whole, ranks, self.device.name, self.dtype, most)
+        return sizes[: self.place.least([len(sizes)])[0]]
 
     @property
     def _may_capture(self) -> bool:
@@ -126,7 +134,7 @@ class GpuLoading(DecoderLoading):
         num_kinds = 1 if self.config.lora is None else 2  # of steps without adapters, and with
         samples = self.place.tensor.size == 1 and self.place.rank == 0
         num_modes = len(GRAPH_MODES) if samples else 1
-        return num_kinds * (num_sizes * num_modes + len(CHUNK_SIZES))
+        return num_kinds * (num_sizes * num_modes + len(self._chunk_sizes))
 
     @property
     def num_threads(self) -> int:
@@ -279,6 +287,7 @@ class GpuLoading(DecoderLoading):
             max_num_seqs=seqs,
             adapters=adapters or no_adapters(seqs),
             use_graphs=use_graphs,
+            chunk_sizes=self._chunk_sizes,
             ranks=self.place,
             device=self.device,
         )

@@ -7,7 +7,7 @@ layer together, bytes, operations and memory are those of one, as a rank 0 that 
 from dataclasses import dataclass, replace
 from functools import partial
 
-from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import chunk_sizes
 from penstock.engine.executors.cuda.graphs import captured_sizes
 from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.memory.dtypes import kv_dtype
@@ -110,7 +110,9 @@ def _info(
     sizing: Sizing, rank: Sizing, size: PoolSize, ranks: RankLayout, scheduler: SchedulerConfig
 ) -> ModelInfo:
     """sizing: of the whole model."""
-    graph_sizes = GraphSizes(tuple(captured_sizes(scheduler.max_num_seqs)), CHUNK_SIZES)
+    decode_sizes, most = captured_sizes(scheduler.max_num_seqs), scheduler.max_step_tokens
+    chunks = chunk_sizes(sizing.model, ranks.tensor_size, rank.machine.name, sizing.dtype, most)
+    graph_sizes = GraphSizes(tuple(decode_sizes), chunks)
     return describe(
         rank.model,
         sizing.dtype,

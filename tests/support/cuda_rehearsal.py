@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
-from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.executors.cuda.host_ids import HostIds
@@ -240,7 +239,8 @@ def ranks_of(rank: int, layout: RankLayout, num_pools: int) -> TorchRanks:
     """As this rank has them, the others being only pretended. num_pools: of the model."""
     rendezvous = Rendezvous(rendezvous_memory(), layout.size)
     for other in set(range(layout.size)) - {rank}:
-        rendezvous.tell(other, 0, [10**9] * (num_pools + 1))
+        rendezvous.tell(other, 0, [10**9])
+        rendezvous.tell(other, 1, [10**9] * (num_pools + 1))
     board = Board(board_memory(layout.size))
     return TorchRanks(rendezvous, rank, torch.device("cuda", 0), board, layout, alone=True)
 
@@ -260,7 +260,7 @@ class Rehearsal:
             "device": Device.CUDA,
             "load_format": LoadFormat.DUMMY,
             "num_threads": 1,
-            "scheduler": SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=600),
+            "scheduler": SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=700),
         }
         self.gpu = gpu
         self.config = EngineConfig(**(settings | changes))
@@ -406,6 +406,7 @@ def rehearse(
         rehearsal = Rehearsal(gpu, model_dir, ranks, **changes)
         at_start = set(gpu.compiled)
         used, num_graphs = gpu.used_bytes, len(gpu.graphs)
+        num_sizes = len(rehearsal.executor.info.graph_sizes.chunks)
         num_checked = 2 if rank is None else 0  # the check captures one of each kind before
         gpu.waits.clear()
         gpu.peak_bytes = used
@@ -433,7 +434,7 @@ def rehearse(
             "bytes_allowed": gpu.total_bytes * rehearsal.config.gpu_memory_utilization,
             "operations_in_chunk_graphs": [
                 Counter(graph.operations)
-                for graph in gpu.graphs[num_checked : num_checked + len(CHUNK_SIZES)]
+                for graph in gpu.graphs[num_checked : num_checked + num_sizes]
             ],
             "decode": decode,
             "adapted_decode": adapted,

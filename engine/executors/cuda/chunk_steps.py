@@ -1,6 +1,6 @@
 """Steps with prefill chunks: small ones as CUDA graphs, padded to a few sizes, with any rows.
 
-Launching such a step kernel by kernel takes the host some 100 us a layer; up to the sizes here the
+Launching such a step kernel by kernel takes the host some 130 us a layer; up to the sizes here the
 device needs less. So one graph for each number of tokens runs any mix of decodes and chunks, whose
 rows are described by tensors that are written before it runs. The length of larger ones hides it.
 """
@@ -18,14 +18,40 @@ from penstock.engine.executors.cuda.graphs import StepGraphs
 from penstock.engine.executors.cuda.state_tiles import StateTileMemory
 from penstock.engine.executors.cuda.state_tiles import tiles_of as state_tiles_of
 from penstock.engine.kernels.tables import gather_chunks
+from penstock.engine.memory.hardware import peak_bandwidth, peak_flops
+from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.step.device_step import DeviceStep
 from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.types import ScheduledBatch
 
 # Below about 200 tokens a matrix product is bound by reading its weight, so that padding costs
-# nothing; above 500 the step takes long enough to hide the launches.
+# nothing; above 500 the steps of most models take long enough to hide the launches.
 CHUNK_SIZES = (64, 128, 192, 256, 384, 512)
+# Of other models. Padding to these is a twelfth of a step on average, and of a large product often
+# nothing, as its tiles have 128 rows.
+_LARGER_SIZES = (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+# Of the host, for a layer: loadtest/LOG.md.
+_LAUNCHES_S = 130e-6
+
+
+def chunk_sizes(
+    whole: ModelConfig, num_ranks: int, device_name: str, dtype: torch.dtype, max_tokens: int
+) -> tuple[int, ...]:
+    """The numbers of tokens for which there are graphs: those in which the launches of a step would
+    take longer than the device at the datasheet's peak.
+
+    whole: the model of all ranks, so that each stage of it has the same. num_ranks: that divide
+    each layer. max_tokens: of a step.
+    """
+    flops, bandwidth = peak_flops(device_name, dtype), peak_bandwidth(device_name)
+    if flops is None or bandwidth is None:
+        return CHUNK_SIZES
+    launches_s = whole.num_layers * _LAUNCHES_S * num_ranks
+    # So many tokens read nearly all experts, and the other weights while they compute.
+    left_s = launches_s - whole.expert_bytes(dtype.itemsize) / bandwidth
+    most = min(max_tokens, left_s * flops / (2 * whole.num_token_weights))
+    return CHUNK_SIZES + tuple(size for size in _LARGER_SIZES if size <= most)
 
 
 class ChunkKey(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.cuda.block_tier import GpuOffload
-from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES, ChunkSteps
+from penstock.engine.executors.cuda.chunk_steps import ChunkSteps
 from penstock.engine.executors.cuda.decode_steps import DecodeSteps
 from penstock.engine.executors.cuda.device import Device, Interpreter
 from penstock.engine.executors.cuda.device_tables import DeviceTables
@@ -53,16 +53,15 @@ from penstock.scheduler.types import (
 @dataclass(slots=True, kw_only=True)
 class DeviceModel(LoadedModel):
     """A model on one GPU. adapters: whose weights are slots of the model's. use_graphs: where the
-    model's attention can be captured. chunk_sizes: of `ChunkSteps`; None means its default on a
-    GPU, and none on CPU, where padding only costs. ranks: that compute the model together. All
-    execute the same batches, and rank 0 samples for all: after the graphs where these have sums
-    over ranks, since NCCL allows only the same graph on all of them. num_graphs: to be captured.
-    offload: to be set up after that, as pinning in a thread would break it."""
+    model's attention can be captured. chunk_sizes: of `ChunkSteps`. ranks: that compute the model
+    together. All execute the same batches, and rank 0 samples for all: after the graphs where these
+    have sums over ranks, since NCCL allows only the same graph on all of them. num_graphs: to be
+    captured. offload: to be set up after that, as pinning in a thread would break it."""
 
     model: FusedModel
     tables: DeviceTables
     use_graphs: bool = True
-    chunk_sizes: Sequence[int] | None = None
+    chunk_sizes: Sequence[int] = ()
     ranks: TorchRanks | SoleDevice = SOLE_DEVICE
     device: Device = field(default_factory=Interpreter)
     num_graphs: int = 0
@@ -104,11 +103,8 @@ class CudaExecutor:
             has_output_layer=self._has_output_layer,
             num_in_flight=info.max_in_flight,
         )
-        chunk_sizes = loaded.chunk_sizes
-        if chunk_sizes is None:
-            chunk_sizes = CHUNK_SIZES if self._device.type == "cuda" else ()
         takes_chunks = use_graphs and model.attention.takes_decode_lens
-        self._chunks = ChunkSteps(model, tables, chunk_sizes if takes_chunks else ())
+        self._chunks = ChunkSteps(model, tables, loaded.chunk_sizes if takes_chunks else ())
         graph_sizes = GraphSizes(decodes=tuple(self._decodes.sizes), chunks=self._chunks.sizes)
         self.info = replace(info, graph_sizes=graph_sizes)
 

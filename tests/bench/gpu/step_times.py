@@ -7,8 +7,9 @@ from functools import cache
 
 import torch
 
-from penstock.engine.executors.cuda.chunk_steps import CHUNK_SIZES
+from penstock.engine.executors.cuda.chunk_steps import chunk_sizes
 from penstock.engine.executors.cuda.graphs import captured_sizes
+from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.scheduler import Scheduler
@@ -56,6 +57,8 @@ class StepTimes:
         self._given, self._early, self._count = given, early, count
         self._known: dict[Step, float] = {}
         self._sizes = captured_sizes(max_rows)
+        config = ModelConfig.from_dir(MODEL_CONFIGS / model)
+        self._chunk_sizes = chunk_sizes(config, 1, "NVIDIA H200", torch.bfloat16, 2048)
 
     def launches(self, step: Step) -> list[Timed]:
         return timed(self.works(step), self._given, self._early)
@@ -76,7 +79,7 @@ class StepTimes:
             return self.us(Step(decodes=(mean,) * size))
         count = sum(count for count, _ in chunks)
         total = len(decodes) + count
-        graph = next((size for size in CHUNK_SIZES if size >= total), None)
+        graph = next((size for size in self._chunk_sizes if size >= total), None)
         each = max(16, count // len(chunks) // 16 * 16)
         of_chunks = ((each, 0),) * len(chunks)
         if graph:

@@ -213,7 +213,7 @@ def test_a_model_answers_the_same_in_steps_with_and_without_it(
             size = each.size_pool()
             made = each.complete(size)
         assert isinstance(made, DeviceModel)
-        made = replace(made, use_graphs=has_graphs, chunk_sizes=(8, 16) if has_graphs else None)
+        made = replace(made, use_graphs=has_graphs, chunk_sizes=(8, 16) if has_graphs else ())
         before = installed.num_calls
         outputs = SteppedEngine(each.config, CudaExecutor(made)).run(requests)
         answers.append([ids_of(of_request) for of_request in outputs])
@@ -225,7 +225,7 @@ def _in_graphs(made: Callable[..., DeviceModel]) -> Callable[..., DeviceModel]:
     """Steps as small as the check's are as a GPU's graphs have them."""
 
     def with_sizes(*args: Any, **kwargs: Any) -> DeviceModel:
-        return replace(made(*args, **kwargs), chunk_sizes=(64,) if kwargs["use_graphs"] else None)
+        return replace(made(*args, **kwargs), chunk_sizes=(64,) if kwargs["use_graphs"] else ())
 
     return with_sizes
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,8 +37,21 @@ from tests.support.kernels import DEVICE
 pytestmark = pytest.mark.skipif(
     not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
 )
-BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS, MAX_LEN = 16, 24, 3, 96
-CONFIG = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32)
+
+
+class Limits(NamedTuple):
+    """budget: of tokens in a step."""
+
+    max_len: int
+    num_blocks: int
+    budget: int
+    num_layers: int = 5
+
+
+# The interpreter takes half a minute for a layer of so many tokens.
+SMALL, LARGE = Limits(96, 24, 32), Limits(640, 45, 600, num_layers=1)
+BLOCK_SIZE, MAX_SEQS, MAX_LEN = 16, 3, SMALL.max_len
+CONFIG = SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=SMALL.budget)
 # Of logprobs: sums of float32 in another order, through five layers.
 TOLERANCE = 1e-4
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5}
@@ -60,9 +73,13 @@ def _cpu() -> CpuExecutor:
     )
 
 
-def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
+def _cuda(
+    like: CpuExecutor, chunk_sizes: tuple[int, ...] = (), limits: Limits = SMALL
+) -> CudaExecutor:
     """On the GPU where there is one, else on the CPU by Triton's interpreter."""
+    max_len, num_blocks, budget, _ = limits
     config = ModelConfig.from_dir(STORIES)
+    config = replace(config, layers=config.layers[: limits.num_layers])
 
     def empty(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=DEVICE)
@@ -72,27 +89,29 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
             config,
             Checkpoint(STORIES, empty),
             PlainLinear,
-            max_model_len=MAX_LEN,
+            max_model_len=max_len,
             device=DEVICE,
         )
     pool = KVPools(
         config.kv_shape,
-        KVLayout.of(config.windows, MAX_LEN),
-        [NUM_BLOCKS + 1],
+        KVLayout.of(config.windows, max_len),
+        [num_blocks + 1],
         BLOCK_SIZE,
         torch.float32,
         DEVICE,
     )
     windows = config.attention_windows(BLOCK_SIZE)
-    attention = PagedAttention(windows, MAX_SEQS, 32, num_sms=1, device=DEVICE, dtype=torch.float32)
+    attention = PagedAttention(
+        windows, MAX_SEQS, budget, num_sms=1, device=DEVICE, dtype=torch.float32
+    )
     grammars = Grammars(GrammarCompiler(STORIES, config.vocab_size, config.eos_token_ids))
     return CudaExecutor(
         DeviceModel(
             model=FusedModel(llama, pool, attention, MAX_SEQS),
             pool=pool,
-            tables=DeviceTables(MAX_SEQS, MAX_LEN, BLOCK_SIZE, [NUM_BLOCKS], DEVICE),
+            tables=DeviceTables(MAX_SEQS, max_len, BLOCK_SIZE, [num_blocks], DEVICE),
             grammars=GrammarTable(grammars, MAX_SEQS, config.vocab_size),
-            info=replace(like.info, num_blocks=NUM_BLOCKS),
+            info=replace(like.info, num_blocks=num_blocks),
             max_num_seqs=MAX_SEQS,
             chunk_sizes=chunk_sizes,
             adapters=no_adapters(MAX_SEQS),
@@ -100,10 +119,14 @@ def _cuda(like: CpuExecutor, chunk_sizes: tuple[int, ...] = ()) -> CudaExecutor:
     )
 
 
-def _run(executor: Executor, requests: list[Request], *, ahead: bool) -> list[RequestOutput]:
+def _run(
+    executor: Executor, requests: list[Request], *, ahead: bool, limits: Limits = SMALL
+) -> list[RequestOutput]:
     """All their outputs; `ahead`: each step is launched before the one before is waited for."""
+    max_len, num_blocks, budget, _ = limits
+    config = replace(CONFIG, max_num_batched_tokens=budget)
     scheduler = Scheduler(
-        CONFIG, groups=[KVGroup(NUM_BLOCKS)], block_size=BLOCK_SIZE, max_model_len=MAX_LEN
+        config, groups=[KVGroup(num_blocks)], block_size=BLOCK_SIZE, max_model_len=max_len
     )
     for request in requests:
         scheduler.add(request)
@@ -170,6 +193,27 @@ def test_one_step_ahead_it_gives_what_the_cpu_executor_gives(chunk_sizes: tuple[
     found = _run(_cuda(cpu, chunk_sizes), _requests(), ahead=True)
     assert _ids(found) == _ids(expected)
     assert _logprobs(found).keys() == _logprobs(expected).keys()
+    for key, logprobs in _logprobs(expected).items():
+        assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_large_step_that_is_padded_gives_what_it_gives_as_it_is() -> None:
+    """Beside another prompt, and its rest beside that one's decode."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, num_logprobs=2)
+    prompts = ((7, 5, 3), tuple(3 + (7 * index) % 500 for index in range(LARGE.budget)))
+    requests = [
+        Request(id=RequestId(str(index)), prompt_token_ids=ids, sampling=sampling, arrival_s=0.0)
+        for index, ids in enumerate(prompts)
+    ]
+    cpu = _cpu()
+    outputs = []
+    for sizes in ((), (64, 640)):
+        executor = _cuda(cpu, sizes, LARGE)
+        assert executor.info.graph_sizes.chunks == sizes
+        outputs.append(_run(executor, requests, ahead=False, limits=LARGE))
+    expected, found = outputs
+    assert _ids(found) == _ids(expected)
     for key, logprobs in _logprobs(expected).items():
         assert _logprobs(found)[key] == pytest.approx(logprobs, abs=TOLERANCE)
 
