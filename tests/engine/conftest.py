@@ -12,18 +12,23 @@ from penstock.engine.native import trial
 from penstock.engine.native.library import load_library
 from tests.support.compiler import HAS_COMPILER
 
-_EMULATED_AMX = Path(__file__).with_name("native") / "emulated_amx.h"
-# The library is compiled again when that changes.
-EMULATION = (
-    f"-march=native -include {shlex.quote(str(_EMULATED_AMX))} "
-    f"-DVERSION={hashlib.sha256(_EMULATED_AMX.read_bytes()).hexdigest()}"
-)
+
+def _emulated(march: str, header: str) -> str:
+    """Returns flags that include a header, such that the library is compiled again when it
+    changes."""
+    path = Path(__file__).with_name("native") / header
+    version = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"-march={march} -include {shlex.quote(str(path))} -DVERSION={version}"
+
+
+EMULATION = _emulated("native", "emulated_amx.h")
 # What the compiler is told, and what a processor needs to run that. What is native is compiled as
 # for users, and so for other tests.
 _PROCESSORS = {
     "vectors of 4": ("-march=x86-64", ""),
     "AVX2": ("-march=x86-64-v3", "avx2"),
     "AVX-512": ("-march=x86-64-v4", "avx512vl"),
+    "VNNI": (_emulated("x86-64-v3", "emulated_avx512.h"), "avx2"),
     "tiles": (EMULATION, ""),
     "native": ("", ""),
 }
@@ -32,7 +37,7 @@ if platform.machine() != "x86_64":
 
 
 # Each takes a compilation for every type of weights.
-_SLOW = ("vectors of 4", "AVX2", "AVX-512", "tiles")
+_SLOW = ("vectors of 4", "AVX2", "AVX-512", "VNNI", "tiles")
 
 
 @pytest.fixture(

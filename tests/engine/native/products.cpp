@@ -1,5 +1,6 @@
 // Whether the headers multiply what they say, for each type and format of weights; a program, so that an emulator can
-// run it too. Ends with 1 and a line for the first product that is wrong; the last line names what multiplied.
+// run it too. Ends with 1 and a line for the first product that is wrong; the last line names what multiplied, and has
+// a number that depends on each bit of the products with codes.
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -12,6 +13,13 @@
 #include "native/products/widened.h"
 
 namespace {
+
+std::uint64_t bits_of_codes = 0;
+
+void note(const std::vector<float> &results) {
+    for (const float result : results)
+        bits_of_codes = (bits_of_codes ^ std::bit_cast<std::uint32_t>(result)) * 0x9e3779b97f4a7c15u;
+}
 
 float draw() { return float(std::rand()) / float(RAND_MAX) - 0.5f; }
 
@@ -106,6 +114,7 @@ bool codes_are_right(int64_t bits, int64_t group, int64_t rows, int64_t columns,
         multiply_widened(floats.data(), length, rows, w, length, nullptr, band, exact.data(), kBand);
         const CodedRows coded = CodedRows::at(memory.data(), length, group);
         multiply_codes(coded, 0, rows, w, band, together.data(), kBand);
+        note(together);
         for (int64_t row = 0; row < rows; ++row) {
             multiply_codes(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
@@ -143,7 +152,7 @@ bool all_codes_are_right() {
     for (int64_t bits : {8, 4})
         for (int64_t group : {8, 32, 72, 128})
             for (int64_t length : {8, 64, 130, 2086})
-                for (int64_t rows : {1, 2, 5, 6, 7, 13, 40})
+                for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 13, 40})
                     for (Flags flags : {kPlain, kZeroed, kTabled, kWide})
                         if (!(bits == 8 && flags == kTabled) &&
                             !codes_are_right(bits, group, rows, rows % 2 ? 32 : 70, length, flags))
@@ -196,6 +205,7 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
     for (int64_t band = 0; band < padded / kBand; ++band) {
         multiply_widened(floats.data(), length, rows, w, length, nullptr, band, exact.data(), kBand);
         multiply_blocks(coded, 0, rows, w, band, together.data(), kBand);
+        note(together);
         for (int64_t row = 0; row < rows; ++row) {
             multiply_blocks(coded, row, 1, w, band, alone.data(), kBand);
             for (int64_t n = band * kBand; n < std::min(columns, band * kBand + kBand); ++n) {
@@ -237,7 +247,7 @@ bool all_blocks_are_right() {
                              {5, 16, true, true, false}, {5, 32, false, true, false},
                              {5, 32, false, false, false}, {6, 16, true, false, false}})
         for (int64_t length : {32, 256, 1280, 2144})
-            for (int64_t rows : {1, 2, 5, 6, 7, 13})
+            for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 13})
                 if (!blocks_are_right(of, rows, rows % 2 ? 32 : 70, length)) return false;
     return true;
 }
@@ -307,6 +317,7 @@ int main() {
     const bool right = all_right<float>("float32") && all_right<f16>("float16") &&
                        all_right<bf16>("bfloat16") && all_codes_are_right() &&
                        all_blocks_are_right() && all_fp8_is_right();
-    std::printf("%s; codes: %s\n", products<bf16>().c_str(), grouped_products().c_str());
+    std::printf("%s; codes: %s; their bits: %016llx\n", products<bf16>().c_str(), grouped_products().c_str(),
+                (unsigned long long)bits_of_codes);
     return right ? 0 : 1;
 }

@@ -46,6 +46,12 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
     flags = _flags_of_step()
     named = _run(_compiled_products(tmp_path, os.environ.get("CXX", "g++"), *flags))
     assert processor != "tiles" or named.startswith("AMX tiles of bfloat16; codes: AMX tiles")
+    if processor == "VNNI":
+        assert named.startswith("AVX-512; codes: AVX-512 with VNNI; ")
+        flags = _flags("-O1 -Wno-psabi -march=x86-64-v3")
+        on_avx2 = _run(_compiled_products(tmp_path, os.environ.get("CXX", "g++"), *flags))
+        assert on_avx2.startswith("AVX2; codes: AVX2; ")
+        assert named.split("bits: ")[1] == on_avx2.split("bits: ")[1]
 
 
 @pytest.mark.slow
