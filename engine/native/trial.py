@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 # In the order of the bits in ways.h.
 _WAYS = ("AMX tiles of bfloat16", "AMX tiles of bytes", "NEON with matrices of bfloat16")
 _OF_CODES = 2  # which of them multiplies codes that are integers; the others do what is not
-# A row alone comes first; the others make tiles of each size.
-_NUM_ROWS = (1, 2, 3, 5, 8, 40)
+# A row alone comes first; the others make tiles of each size that codes have.
+_NUM_ROWS = (1, 2, 3, 5, 8, 9, 13, 40)
 _NUM_OUTPUTS = 40  # with a rest of a band
 # Of a row of W and one of x, as long as they are: sums of float32 in another order.
 _TOLERANCE = 1e-5
