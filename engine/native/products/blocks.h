@@ -82,7 +82,7 @@ template <int kHigh> struct HighBits {
     explicit HighBits(const unsigned char *p) {
         if constexpr (kHigh == 2) bits = *reinterpret_cast<const Words *>(p);
         if constexpr (kHigh == 1) {
-            const Words pairs = __builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words);
+            const Words pairs = words(p);
             // Two bytes hold bits of two numbers each; then four hold those of one.
             bits = pairs | pairs << 15;
         }

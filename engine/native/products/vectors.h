@@ -42,9 +42,17 @@ template <class Vector> inline Vector keep(Vector v) {
 }
 
 inline Floats load(const float *p) { return *reinterpret_cast<const Floats *>(p); }
-inline Floats load(const bf16 *p) {
-    return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves *>(p), Words) << 16);
+// Widens 16 bits. GCC 12 would convert the halves of a vector, and join them.
+inline Words words(const void *p) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i *>(p)));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i *>(p)));
+#else
+    return __builtin_convertvector(*static_cast<const Halves *>(p), Words);
+#endif
 }
+inline Floats load(const bf16 *p) { return (Floats)(words(p) << 16); }
 // Widens bytes. GCC 12 would convert one after the other.
 inline Floats load(const std::int8_t *p) {
 #if defined(__AVX512F__)
