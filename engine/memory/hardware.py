@@ -23,6 +23,14 @@ def computes_bfloat16(device: torch.device) -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
+def widens_products(dtype: torch.dtype) -> bool:
+    """Whether this processor multiplies matrices of this type in float32: float16, and bfloat16
+    where oneDNN has no products of it, which it has with AVX-512, AMX, or on ARM."""
+    if dtype is not torch.bfloat16:
+        return dtype is torch.float16
+    return not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def peak_bandwidth(device_name: str) -> float | None:
     """Bytes per second by the datasheet, or None for a device that configs/ does not list."""
     return _peak(device_name, "bandwidth_bytes_per_s")
@@ -86,9 +94,10 @@ def matmul_flops(dtype: torch.dtype, size: int = 768, repeats: int = 3) -> float
     """Operations per second of this process's torch threads in a large matrix product: the best.
 
     size: of the square matrices, large enough to be bound by arithmetic, and a few ms long.
-    float16 is multiplied in float32 (`WidenedLinear`, step.cpp), so that is what is measured.
+    What is multiplied in float32 (`WidenedLinear`, step.cpp) is measured so: torch's own product in
+    bfloat16 is some 80 times as slow on AVX2.
     """
-    dtype = torch.float32 if dtype is torch.float16 else dtype
+    dtype = torch.float32 if widens_products(dtype) else dtype
     left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
     torch.mm(left, right)  # the first call also initialises
     return 2 * size**3 / _least_s(lambda: torch.mm(left, right), repeats)

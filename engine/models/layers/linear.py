@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.engine.memory.hardware import widens_products
+
 # Takes a weight in the model's type and a bias.
 MakeLinear = Callable[[Tensor, Tensor | None], "Linear"]
 
@@ -205,14 +207,9 @@ def cpu_linear(dtype: torch.dtype, *, has_experts: bool) -> MakeLinear:
     """
     if has_experts:
         return PlainLinear
-    if dtype is torch.float16 or (dtype is torch.bfloat16 and not _multiplies_bfloat16()):
+    if widens_products(dtype):
         return WidenedLinear
     return PackedLinear if _can_pack() else PlainLinear
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN has products of bfloat16 for this processor: with AVX-512, AMX, or on ARM."""
-    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _can_pack() -> bool:
