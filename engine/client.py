@@ -102,9 +102,14 @@ def open_model(config: EngineConfig) -> ModelFiles:
 
     Without a network, a snapshot downloaded before still serves.
     """
-    from penstock.engine.hub.hub import open_model
+    from penstock.engine.hub.local import open_local
 
     needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted
+    local = open_local(config.model, needs_weights=needs_weights, impl=config.model_impl)
+    if local is not None:
+        return local
+    from penstock.engine.hub.hub import open_model
+
     return open_model(config.model, needs_weights=needs_weights, impl=config.model_impl)
 
 

@@ -6,9 +6,8 @@ nothing else. Knows no tensors.
 """
 
 import logging
-import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,15 +23,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars
 
 from penstock.engine.config import ModelImpl
-from penstock.engine.files.gguf.file import SUFFIX
 from penstock.engine.files.json_file import CONFIG
 from penstock.engine.files.safetensors import INDEX
 from penstock.engine.hub.check import (
     GENERATION_CONFIG,
-    check_directory,
     check_model,
     holds_gguf,
-    names_in,
     weight_files,
 )
 from penstock.engine.hub.download import (
@@ -44,6 +40,7 @@ from penstock.engine.hub.download import (
     storage_folder,
 )
 from penstock.engine.hub.gguf import Reference, check_gguf, choose, parse_reference
+from penstock.engine.hub.local import checked_path, open_local
 from penstock.engine.hub.model_files import (
     Download,
     DownloadProgress,
@@ -52,7 +49,6 @@ from penstock.engine.hub.model_files import (
     size,
 )
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.families.unsupported import not_a_model
 from penstock.engine.models.formats.parse import HF_QUANT_CONFIG
 
 logger = logging.getLogger(__name__)
@@ -88,20 +84,10 @@ def open_model(
     needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
     used.
     """
-    # os.path leaves the ~ of an unknown user as it is, for which pathlib raises.
-    local = Path(os.path.expanduser(model))  # noqa: PTH111
-    if local.is_dir():
-        names = names_in(local)
-        return ModelFiles(
-            _checked(local, str(local), names, None, needs_weights=needs_weights, impl=impl)
-        )
+    local = open_local(model, needs_weights=needs_weights, impl=impl)
+    if local is not None:
+        return local
     reference = parse_reference(model)
-    is_file = os.path.lexists(local) or (model.endswith(SUFFIX) and not reference.wanted)
-    if is_file and model.endswith(SUFFIX):
-        check_gguf(local, needs_weights=needs_weights)
-        return ModelFiles(local)
-    if is_file:
-        raise not_a_model(model)
     _write_logs_as_ours()
     try:
         repository = _Repository.listed(reference.repository)
@@ -116,27 +102,6 @@ def open_model(
     except Exception as error:  # the hub's client also raises errors of its transport
         earlier = _downloaded_earlier(reference, error, needs_weights=needs_weights, impl=impl)
         return ModelFiles(earlier)
-
-
-def _checked(
-    directory: Path,
-    model: str,
-    names: Collection[str],
-    wanted: str | None,
-    *,
-    needs_weights: bool,
-    impl: ModelImpl,
-) -> Path:
-    """Returns the directory, or the GGUF file in it that is served. Raises InvalidModel.
-
-    model: its name for the message. names: of all files. wanted: as in `Reference`.
-    """
-    if wanted is None and not holds_gguf(names):
-        check_directory(directory, needs_weights=needs_weights, impl=impl)
-        return directory
-    path = directory / choose(model, names, wanted)[0]
-    check_gguf(path, needs_weights=needs_weights)
-    return path
 
 
 class _Repository:
@@ -269,7 +234,7 @@ def _downloaded_earlier(
         raise explain(model, error) from None
     names = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
     try:
-        path = _checked(
+        path = checked_path(
             directory, model, names, reference.wanted, needs_weights=needs_weights, impl=impl
         )
     except InvalidModel as incomplete:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from penstock.engine import client
-from tests.support.paths import ROOT
+from tests.support.paths import DEMO_MODEL, ROOT
 
 SLOW = ("torch", "numpy", "transformers", "llguidance", "tokenizers", "huggingface_hub")
 
@@ -37,7 +37,12 @@ def test_the_command_line_imports_the_client_and_loads_nothing_slow() -> None:
     assert found.stdout.strip() == "[]", found.stdout + found.stderr
 
 
-def test_the_whole_server_loads_no_torch() -> None:
-    program = "import sys\nimport penstock.server.app\nprint('torch' in sys.modules)"
+def test_a_server_of_a_directory_loads_neither_torch_nor_the_hubs_client() -> None:
+    program = (
+        "import sys\nimport penstock.server.app\n"
+        "from penstock.engine.client import EngineConfig, open_model\n"
+        f"open_model(EngineConfig(model={str(DEMO_MODEL)!r}))\n"
+        "print([name for name in ('torch', 'huggingface_hub') if name in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout.strip() == "False", found.stdout + found.stderr
+    assert found.stdout.strip() == "[]", found.stdout + found.stderr
