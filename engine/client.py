@@ -52,6 +52,10 @@ from penstock.engine.ipc.supervisor import (
     EndCause,  # what ended an engine process
     EngineState,  # starting, ready, restarting or dead
 )
+from penstock.engine.process.garbage import (
+    importing,  # around the imports of a start
+    uncollected,  # while many objects are made
+)
 from penstock.engine.process.logs import (
     CLEAR_LINE,  # begins a line that is drawn again
     is_terminal,  # whether a line on it may be drawn again

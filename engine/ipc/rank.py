@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 from penstock.engine.executors.followers import Channel, FromRank0, LastWords, Step
 from penstock.engine.process import logs
+from penstock.engine.process.garbage import importing
 from penstock.engine.process.linux import die_with_parent
 from penstock.engine.process.logs import flush_all
 from penstock.engine.step.adapter_commands import answer_to
@@ -44,14 +45,16 @@ def main() -> None:
 
 def _follow(channel: Channel) -> None:
     """Until rank 0 ends. Raises EOFError then."""
-    import torch  # noqa: F401  (which takes a second, while rank 0 does the same)
+    with importing():
+        import torch  # noqa: F401  (which takes a second, while rank 0 does the same)
 
     start = channel.receive_start()
     config = start.config
     logs.configure(config.log_level, config.log_format)
     if config.log_level != "debug":  # rank 0 says the same
         logging.getLogger("penstock").setLevel(logging.ERROR)
-    from penstock.engine.loading.ranks import follow
+    with importing():
+        from penstock.engine.loading.ranks import follow
 
     compute, adapters = follow(start, partial(_end, channel))
     gc.collect()

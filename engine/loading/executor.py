@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.followers import Followers
 from penstock.engine.models.fallback.source import TransformersClass
+from penstock.engine.process.garbage import importing
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.layout import MAX_RANKS, RankLayout
 from penstock.engine.step.executor import Executor
@@ -65,7 +66,7 @@ def _model_executor(
 ) -> Executor:
     """followers: those of further ranks, where there are any, and not too many."""
     directory = Path(config.model)
-    with phases.timed("import", "importing torch"):
+    with phases.timed("import", "importing torch"), importing():
         from penstock.engine.hub.check import find_implementation
         from penstock.engine.loading.devices import choose_device
         from penstock.engine.loading.load import load_executor

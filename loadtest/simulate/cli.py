@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from penstock.engine.process.garbage import uncollected
 from penstock.loadtest.bench.config import BenchConfig, measured_config
 from penstock.loadtest.bench.flags import add_groups
 from penstock.loadtest.bench.http_target import TargetConfig
@@ -26,7 +27,6 @@ from penstock.loadtest.simulate.simulation import (
     as_ids,
     simulate,
     step_factors,
-    uncollected,
 )
 from penstock.loadtest.workload.config import PromptFormat
 from penstock.loadtest.workload.token_counter import estimate_tokens

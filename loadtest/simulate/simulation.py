@@ -5,16 +5,15 @@ routed when no replica that has work is behind its arrival; so a router sees wha
 seen, but for the steps under way.
 """
 
-import gc
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from penstock.engine.process.garbage import uncollected
 from penstock.engine.step.messages import Refused
 from penstock.loadtest.report.report import Replay, RequestResult, seconds_of
 from penstock.loadtest.simulate.replica import Replica, SimulatedServer, StepRecord
@@ -138,19 +137,6 @@ def as_ids(requests: list[TimedRequest], config: WorkloadConfig) -> list[TimedRe
         )
         for request in requests
     ]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles: a simulation makes none, and what lives long would be walked
-    for ever."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Simulation:

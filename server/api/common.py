@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import hmac
 import ipaddress
 import re
@@ -17,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive
 
+from penstock.engine.client import uncollected
 from penstock.scheduler.config import SchedulerConfig
 from penstock.server.errors import InvalidApiKey, InvalidRequest
 from penstock.server.http.access import RESPONSE_HEADERS, TENANT
@@ -125,13 +125,8 @@ def _seconds(headers: Headers, name: str) -> float | None:
 def without_collection(parse: Callable[[bytes], Result], body: bytes) -> Result:
     """A large body becomes ten thousands of objects, none of them garbage: to collect garbage among
     them meanwhile takes longer than to parse them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return parse(body)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def service_of(http: Request) -> Service:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.engine.client import importing
 from penstock.scheduler.errors import PenstockError
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
@@ -80,8 +81,8 @@ def _run(arguments: list[str]) -> int:
     parser, serve_flags = parsers()
     set_defaults(serve_flags, os.environ, config_file(arguments))
     config = serve_config(parser.parse_args(arguments))
-    from penstock.server.app import serve
-
+    with importing():
+        from penstock.server.app import serve
     return serve(config)
 
 
