@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
 from penstock.engine.executors.cuda.pool_mover import piece_bytes, words_of
@@ -135,16 +136,34 @@ class Launch:
         """Compiles it for the device at hand, into Triton's cache, as its launch would."""
         self._kernel.run(**self._given, grid=(1,), warmup=True)
 
-    def assembly(self, capability: int) -> tuple[str, str]:
-        """PTX, and machine code as nvdisasm prints it."""
-        compiled = self._compiled(capability)
-        return compiled.asm["ptx"], _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
+    def assembly(self, capability: int) -> str:
+        """Machine code, as nvdisasm prints it."""
+        return _tool("nvdisasm", "-c", cubin=self._compiled(capability).asm["cubin"])
+
+    def ptx(self, capability: int) -> str:
+        """Without the assembler, which takes as long as all before it. No cache has it."""
+        target, source = GPUTarget("cuda", capability, 32), self._source()
+        backend = make_backend(target)
+        options = backend.parse_options(dict(self.options))
+        stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+        backend.add_stages(stages, options, source.language)
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        code = source.make_ir(target, options, functions, modules, context)
+        metadata = {"target": target, **vars(options)}
+        for stage in ("ttir", "ttgir", "llir", "ptx"):
+            code = stages[stage](code, metadata)
+        return str(code)
 
     def _compiled(self, capability: int) -> Any:
-        aligned = {(index,): [["tt.divisibility", 16]] for index in self._aligned}
-        source = ASTSource(self._kernel, self.signature, self.constants, aligned)
         target = GPUTarget("cuda", capability, 32)
-        return triton.compile(source, target=target, options=self.options)
+        return triton.compile(self._source(), target=target, options=self.options)
+
+    def _source(self) -> ASTSource:
+        aligned = {(index,): [["tt.divisibility", 16]] for index in self._aligned}
+        return ASTSource(self._kernel, self.signature, self.constants, aligned)
 
     def compile(self, capability: int) -> dict[str, Any]:
         compiled = self._compiled(capability)

@@ -8,22 +8,18 @@ fails when that is compiled, and Triton's interpreter does not show it. So the P
 instruction may be between a branch that threads take differently and the first block through which
 all paths from that branch pass, where the assembler lets them meet again.
 
-A branch is taken by all threads alike if what it depends on does not come from a thread's number,
-from what threads exchange, or from memory at addresses that differ. All threads that read one
-address are taken to read one number, so no other program may write it in the same launch.
+A branch is taken by all threads alike if what it depends on is: see `tests.support.thread_bits`.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.support.thread_bits import ThreadBits
+
 _CONVERGENT = re.compile(
     r"(bar|barrier|shfl|vote|match|redux|ldmatrix|stmatrix|mma|wgmma|elect|activemask|setmaxnreg)\b"
 )
-# Results that may differ between threads, whatever they are computed from.
-_DIFFERING = re.compile(r"(shfl|vote|match|redux|ldmatrix|mma|wgmma|elect|activemask|atom|call)\b")
-_OWN = re.compile(r"%(tid|laneid|warpid|lanemask_\w+|clock\w*|smid)\b|\.local\b")
-_REGISTER = re.compile(r"%[a-z]+\d+\b")
 _EXIT = "exit"
 
 
@@ -40,60 +36,27 @@ def parted(ptx: str) -> list[str]:
     ptx: of one kernel. Raises ValueError for jumps through a table.
     """
     blocks = _blocks(ptx)
-    meets = {name: _meeting(name, blocks) for name in blocks}
-    alike = _reduced(blocks) if re.search(r"\.reqntid 32\s", ptx) else set()
-    differing: set[str] = set()
+    regions = {
+        name: _between(name, _meeting(name, blocks), blocks)
+        for name, block in blocks.items()
+        if block.guard
+    }
+    num_threads = int(re.findall(r"\.reqntid (\d+)", ptx)[0])
+    bits = ThreadBits([block.lines for block in blocks.values()], num_threads)
     while True:
-        regions = [
-            _between(name, meets[name], blocks)
-            for name, block in blocks.items()
-            if block.guard in differing
-        ]
-        apart = set().union(*regions)
-        found = {
-            register
-            for name, block in blocks.items()
-            for line in block.lines
-            for register in _written(line)
-            if name in apart or (register not in alike and _differs(line, differing))
-        }
-        if found <= differing:
+        apart = dict.fromkeys(blocks, 0)
+        for name, region in regions.items():
+            for inside in region:
+                apart[inside] |= bits.any(blocks[name].guard)
+        found = [bits.note(block.lines, apart[name]) for name, block in blocks.items()]
+        if not any(found):
             break
-        differing |= found
     return [
         f"{name}: {line}"
         for name, block in blocks.items()
         for line in block.lines
-        if _CONVERGENT.match(_bare(line)) and (name in apart or _guard(line) in differing)
+        if _CONVERGENT.match(_bare(line)) and (apart[name] or bits.any(_guard(line)))
     ]
-
-
-def _reduced(blocks: dict[str, _Block]) -> set[str]:
-    """Registers that have the same number in all lanes of a warp, as they were exchanged across all
-    of them: with `redux`, or with five `shfl.bfly` of which each is followed by a sum or the like.
-
-    A product that is contracted into such a sum (`fma`) is rounded in one lane's order, not in the
-    other's, so its sum is not the same in all lanes.
-    """
-    lines = [line for block in blocks.values() for line in block.lines]
-    written = [register for line in lines for register in _written(line)]
-    exchanged: dict[str, tuple[str, str]] = {}
-    across: dict[str, frozenset[str]] = {}
-    found: set[str] = set()
-    for line in lines:
-        if _guard(line) or any(written.count(register) > 1 for register in _written(line)):
-            continue
-        if swap := re.match(r"shfl\.sync\.bfly\.b32\s+(%\w+), (%\w+), (\d+), 31, -1$", line):
-            exchanged[swap[1]] = swap[2], swap[3]
-        elif pair := re.match(r"(?:max|min|add)\.[\w.]+\s+(%\w+), (%\w+), (%\w+)$", line):
-            for own, other in ((pair[2], pair[3]), (pair[3], pair[2])):
-                if other in exchanged and exchanged[other][0] == own:
-                    lanes = across.get(own, frozenset()) | {exchanged[other][1]}
-                    across[pair[1]] = lanes
-                    found |= {pair[1]} if lanes >= {"1", "2", "4", "8", "16"} else set()
-        elif line.startswith("redux.sync"):
-            found |= set(_written(line))
-    return found
 
 
 def _statements(ptx: str) -> Iterator[str]:
@@ -116,7 +79,10 @@ def _statements(ptx: str) -> Iterator[str]:
 def _blocks(ptx: str) -> dict[str, _Block]:
     blocks = {"entry": _Block()}
     current, number = "entry", 0
+    targets = set(re.findall(r"\bbra(?:\.uni)?\s+(\$?\w+)", ptx))
     for text in _statements(ptx):
+        if text.endswith(":") and text[:-1] not in targets:
+            continue
         if text.endswith(":"):
             if not blocks[current].next:
                 blocks[current].next = [text[:-1]]
@@ -176,32 +142,6 @@ def _guard(line: str) -> str | None:
 
 def _bare(line: str) -> str:
     return re.sub(r"^@!?%?\w+\s+", "", line)
-
-
-def _operands(line: str) -> tuple[str, str]:
-    """What an instruction writes, and all that it reads, its guard included."""
-    operation, _, rest = _bare(line).partition(" ")
-    if not rest:
-        operation, _, rest = _bare(line).partition("\t")
-    guard = _guard(line) or ""
-    if re.match(r"(st|red|bra|bar|cp|prefetch|ret)\b", operation):
-        return "", f"{guard} {rest}"
-    results = re.match(r"\s*(\{[^}]*\}|[^,]+)", rest)
-    written = results[0] if results else ""
-    return written, f"{guard} {operation} {rest[len(written) :]}"
-
-
-def _written(line: str) -> list[str]:
-    return _REGISTER.findall(_operands(line)[0])
-
-
-def _differs(line: str, differing: set[str]) -> bool:
-    _, read = _operands(line)
-    return bool(
-        _DIFFERING.match(_bare(line))
-        or _OWN.search(read)
-        or not differing.isdisjoint(_REGISTER.findall(read))
-    )
 
 
 def unordered_copies(machine_code: str) -> list[str]:
