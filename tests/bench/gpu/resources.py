@@ -14,11 +14,15 @@ import ast
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.bench.gpu.goals import LLAMA, QWEN
 from tests.support.paths import MODEL_CONFIGS, ROOT
+
+if TYPE_CHECKING:
+    from tests.support.compile_kernels import Launch
 
 FILE = Path(__file__).with_name("resources.json")
 _SOURCES = ("kernels", "models/parts")
@@ -48,18 +52,14 @@ def _is_kernel(function: ast.FunctionDef) -> bool:
     return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def _compiled() -> dict[str, Any]:
-    """Where the interpreter is off."""
+def launches() -> Iterator["Launch"]:
+    """Of all models' steps, where the interpreter is off. May have a kernel more than once."""
     import torch
-    import triton
 
     from penstock.engine.kernels.launch import overlap
     from penstock.engine.kernels.sample.sampler import Mode
-    from tests.bench.gpu.keys import key
     from tests.support.compile_kernels import QUANTIZED, MetaModel
-    from tests.support.kernel_table import programs_that_fit
 
-    kernels: dict[str, Any] = {}
     models = [MetaModel(path, max_rows=256) for path in sorted(MODEL_CONFIGS.iterdir())]
     models += [
         MetaModel(MODEL_CONFIGS / QWEN, max_rows=256, codes=codes) for codes in QUANTIZED.values()
@@ -74,7 +74,7 @@ def _compiled() -> dict[str, Any]:
     kinds.append((MetaModel(MODEL_CONFIGS / QWEN, max_rows=256), True))
     for model, has_adapters in kinds:
         with overlap(True):
-            launches = model.sampling_launches(Mode.PLAIN)
+            found = model.sampling_launches(Mode.PLAIN)
             for num_decodes, chunk in (
                 (1, 0),
                 (16, 0),
@@ -84,13 +84,24 @@ def _compiled() -> dict[str, Any]:
                 (256, 0),
                 (7, 1024),
             ):
-                launches += model.launches(num_decodes, chunk, has_adapters=has_adapters)
-        for one in launches:
-            name = key(one.name, one.constants, one.types, one.options)
-            if name not in kernels:
-                entry = one.compile(90)
-                figures = {field: entry[field] for field in _FIELDS}
-                kernels[name] = figures | {"fit": programs_that_fit(entry)}
+                found += model.launches(num_decodes, chunk, has_adapters=has_adapters)
+        yield from found
+
+
+def _compiled() -> dict[str, Any]:
+    """Where the interpreter is off."""
+    import triton
+
+    from tests.bench.gpu.keys import key
+    from tests.support.kernel_table import programs_that_fit
+
+    kernels: dict[str, Any] = {}
+    for one in launches():
+        name = key(one.name, one.constants, one.types, one.options)
+        if name not in kernels:
+            entry = one.compile(90)
+            figures = {field: entry[field] for field in _FIELDS}
+            kernels[name] = figures | {"fit": programs_that_fit(entry)}
     kernels = dict(sorted(kernels.items()))
     return {"triton": triton.__version__, "sources": sources(), "kernels": kernels}
 
