@@ -206,20 +206,29 @@ _WAIT = ("PREEXIT", "ACQBULK")
 
 
 def instructions(machine_code: str) -> dict[str, Any]:
-    """How many of these kinds a kernel has, and in which order it waits; and how many of any kind
-    are in the last loop that multiplies matrices, and in the shortest."""
+    """How many of these kinds a kernel has, and in which order it waits; how many of any kind are
+    in the last loop that multiplies matrices, and in the shortest; and how many in that, or in a
+    kernel without one, read or write registers that are spilled."""
     operations = re.findall(r"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(\w+)", machine_code, re.MULTILINE)
     counts = {name: operations.count(name) for name in _COUNTED if name in operations}
     waits = [name for name in operations if name in _WAIT]
-    loops = _loops(machine_code) or [0]
-    return {"instructions": counts, "wait": waits, "loop": loops[-1], "inner": min(loops)}
+    loops = _loops(machine_code)
+    inner = min(loops, key=len, default=operations)
+    sizes = [len(loop) for loop in loops] or [0]
+    return {
+        "instructions": counts,
+        "wait": waits,
+        "loop": sizes[-1],
+        "inner": min(sizes),
+        "spills": sum(bool(re.search(r"\b(LDL|STL)\b", one)) for one in inner),
+    }
 
 
-def _loops(machine_code: str) -> list[int]:
-    """Instructions from a label to each jump back to it, with a product between them."""
+def _loops(machine_code: str) -> list[list[str]]:
+    """The instructions from a label to each jump back to it, with a product between them."""
     lines = re.findall(r"^(\.L\w+)(?=:)|^\s+/\*\w+\*/\s+(.+?) ;", machine_code, re.MULTILINE)
     starts = dict[str, int]()
-    codes, sizes = list[str](), list[int]()
+    codes, loops = list[str](), list[list[str]]()
     for label, code in lines:
         if label:
             starts[label] = len(codes)
@@ -229,8 +238,8 @@ def _loops(machine_code: str) -> list[int]:
         if target and target[1] in starts:
             body = codes[starts[target[1]] :]
             if any("MMA." in one for one in body):
-                sizes.append(len(body))
-    return sizes
+                loops.append(body)
+    return loops
 
 
 def before_wait(machine_code: str) -> list[str] | None:

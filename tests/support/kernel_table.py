@@ -23,8 +23,8 @@ Entry = dict[str, Any]
 
 # Of an H100 or H200, from the CUDA programming guide: of a block.
 _MAX_BLOCK_SHARED = 227 * 1024
-# Two or four words that are spilled across a loop cost nothing.
-_MAX_STACK_BYTES = 16
+# Words that are spilled across a loop cost nothing, and few that are read again in it little.
+_MAX_SPILLS = 8
 # What reads weights or keys hides the memory's latency behind copies that run ahead, and multiplies
 # on the matrix units. Those of Hopper (HGMMA) take 64 rows at least.
 _PRODUCTS = {
@@ -48,8 +48,8 @@ def faults(entry: Entry) -> list[str]:
     found = []
     if entry["shared_bytes"] > _MAX_BLOCK_SHARED:
         found.append(f"{entry['shared_bytes']} bytes of shared memory")
-    if entry["stack_bytes"] > _MAX_STACK_BYTES:
-        found.append(f"{entry['stack_bytes']} bytes are spilled")
+    if entry["spills"] > _MAX_SPILLS:
+        found.append(f"{entry['spills']} times a spilled register is moved")
     if entry["is_overlapped"] and entry["before_wait"] != []:
         found.append(f"before it waits: {entry['before_wait']}")
     if entry["is_overlapped"] and entry["wait"] != ["PREEXIT", "ACQBULK"]:
