@@ -15,7 +15,7 @@ from penstock.engine.step.executor import check_no_adapter
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.batch import work_of
 from penstock.scheduler.errors import InvalidConfig
-from penstock.scheduler.stats import StepClass, StepWork, class_of
+from penstock.scheduler.stats import NO_WORK, StepClass, StepWork, class_of
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
 
@@ -43,7 +43,8 @@ class PredictedExecutor:
     factors: by class, what predicted times are multiplied by; 1 where none is given. seed: draws
     the spread that the model saw in steps alike; None for none. host_s: the host's time of the step
     that was waited for last, which whoever drives the loop adds when its report is sent.
-    num_outside: steps that are outside of what the model was checked on.
+    num_outside: steps that are outside of what the model was checked on. work: that of the step
+    that was launched last.
     """
 
     journals = ()
@@ -69,6 +70,7 @@ class PredictedExecutor:
         self._windows = info.windows
         self.host_s = 0.0
         self.num_outside = 0
+        self.work = NO_WORK
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Raises InvalidConfig for what cannot be simulated."""
@@ -81,7 +83,7 @@ class PredictedExecutor:
         pass
 
     def execute(self, batch: ScheduledBatch) -> "PredictedStep":
-        work = work_of(batch, self._windows, self.info.graph_sizes)
+        self.work = work = work_of(batch, self._windows, self.info.graph_sizes)
         device_s, host_s = self._times(work)
         rest_s = device_s if self._has_stages else None
         token_ids = [_TOKEN_ID] * work.num_sampled  # there are no drafts among them

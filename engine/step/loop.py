@@ -30,7 +30,7 @@ from penstock.scheduler.stats import NO_WORK, StepWork, class_of
 from penstock.scheduler.step_model.amounts import Amounts
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.samples import sample_of
-from penstock.scheduler.types import Request, RequestId, RequestOutput
+from penstock.scheduler.types import Request, RequestId, RequestOutput, ScheduledBatch
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,11 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         step_model: LiveStepModel | None = None,
         when_idle: Callable[[], FromLoop | None] | None = None,
+        count: Callable[[ScheduledBatch], StepWork] | None = None,
     ) -> None:
         """step_model: learns from every step, and predicts it. when_idle: is called whenever there
-        has been nothing to do for some seconds, until it returns a message."""
+        has been nothing to do for some seconds, until it returns a message. count: returns the work
+        of a batch that was launched, where the executor has counted it before."""
         self._step_model = step_model
         self._when_idle = when_idle
         self._scheduler = scheduler
@@ -91,7 +93,8 @@ class EngineLoop:
         self._last_end_s = clock()
         self._busy_since_s = self._last_end_s  # the last step's end, or the end of idleness after
         self._info = executor.info
-        self._windows = executor.info.windows
+        windows, graph_sizes = executor.info.windows, executor.info.graph_sizes
+        self._count = count or (lambda batch: work_of(batch, windows, graph_sizes))
 
     def run(self) -> None:
         """Steps until the executor or the inbox raises."""
@@ -210,7 +213,7 @@ class EngineLoop:
         executing_s = self._clock()
         pending = self._executor.execute(batch)
         executed_s = 0.0 if self._info.runs_ahead else self._clock() - executing_s
-        work = work_of(batch, self._windows, self._info.graph_sizes)
+        work = self._count(batch)  # after the launch, so that a device does not wait for it
         amounts, predicted_s = None, None
         if self._step_model:
             amounts = self._info.amounts(work)

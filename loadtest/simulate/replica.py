@@ -81,7 +81,8 @@ class Replica:
         self._coming: deque[Request] = deque()
         self._known_until_s = math.inf
         self._loop = EngineLoop(
-            self.scheduler, self.executor, self, self._send, self.clock, learning
+            *(self.scheduler, self.executor, self, self._send, self.clock, learning),
+            count=lambda _: self.executor.work,
         )
         self._front_end, self._front_end_free_s = server.front_end, 0.0
         # The engine has sent this at that time, and the front end has not yet written it.

@@ -60,6 +60,15 @@ def test_a_single_request_takes_the_sum_of_its_steps() -> None:
     assert model.runs_ahead is info.runs_ahead is False
 
 
+def test_a_simulated_steps_work_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the executor: the loop, which would count it again, has nothing to count with."""
+    plan = make_plan()
+    counted = simulate(plan, requests_at([0.0, 0.1], output=9))
+    monkeypatch.delattr("penstock.engine.step.loop.work_of")
+    assert simulate(plan, requests_at([0.0, 0.1], output=9)).steps == counted.steps
+    assert all(step.flops > 0 for step in counted.steps[0])
+
+
 def test_requests_and_tokens_wait_for_the_one_thread_of_the_front_end() -> None:
     costs = FrontEnd(request_s=1.0, report_s=0.25, token_s=0.125)
     plan = make_plan(server={"front_end": costs})
