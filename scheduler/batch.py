@@ -7,6 +7,7 @@ The scheduler decides what goes into a step, and what becomes of its sequences.
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from math import inf
 from typing import Self
 
 from penstock.scheduler.cache.sequence import Sequence
@@ -48,6 +49,7 @@ class Batch:
         self.num_decodes = 0
         self.num_scored = 0
         self.snapshots: list[StateSnapshot] = []
+        self.drafts: tuple[tuple[int, ...], ...] = ()
 
     def scheduled(self, step: int) -> ScheduledBatch:
         return ScheduledBatch(
@@ -62,6 +64,7 @@ class Batch:
             num_decodes=self.num_decodes,
             num_scored=self.num_scored,
             snapshots=tuple(self.snapshots),
+            drafts=self.drafts,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
@@ -160,17 +163,20 @@ def work_of(
     num_decodes, num_rows = batch.num_decodes, len(batch.slots)
     num_chunks, num_tokens = num_rows - num_decodes, sum(batch.num_tokens)
     num_prefill_tokens = sum(batch.num_tokens[num_decodes:]) if num_chunks else 0
+    num_decode_tokens = num_tokens - num_prefill_tokens
     decodes, chunks = batch.starts, []
     if num_chunks:
         decodes = batch.starts[:num_decodes]
         chunks = list(zip(batch.starts[num_decodes:], batch.num_tokens[num_decodes:], strict=True))
+    drafts = zip(decodes, map(len, batch.drafts), strict=True) if batch.drafts else ()
+    drafted = [(start, num) for start, num in drafts if num]
     return StepWork(
         num_prefill_tokens,
-        num_decodes,
+        num_decode_tokens,
         num_rows,
-        num_decodes + sum(batch.samples[num_decodes:]),
+        num_decode_tokens + sum(batch.samples[num_decodes:]),
         batch.num_scored,
-        tuple([_attention_work(decodes, chunks, window) for window in windows]),
+        tuple([_attention_work(decodes, chunks, drafted, window) for window in windows]),
         None,
         graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
         num_chunks,
@@ -178,32 +184,40 @@ def work_of(
 
 
 def _attention_work(
-    decodes: Items[int], rows: Items[tuple[int, int]], window: int | None
+    decodes: Items[int],
+    rows: Items[tuple[int, int]],
+    drafted: Items[tuple[int, int]],
+    window: int | None,
 ) -> AttentionWork:
-    """decodes: positions. rows: (first position, tokens) of chunks.
+    """decodes: positions. rows: (first position, tokens) of chunks. drafted: (position, drafts) of
+    those decodes that have any: a query and a key more for each.
 
     A query at position p attends to p + 1 keys, or as many as the window has: a row's keys begin
     with those of its first query.
     """
+    num_drafts = sum([n for _, n in drafted]) if drafted else 0
     if window is None:
-        keys = sum(decodes) + len(decodes)
-        if not rows:
+        keys = sum(decodes) + len(decodes) + num_drafts
+        if not (rows or drafted):
             return AttentionWork(keys, keys, keys)
-        contexts = [start + n for start, n in rows]
-        return AttentionWork(
-            context_tokens=keys + sum(contexts),
-            pairs=keys + sum(_sum_to(start + n) - _sum_to(start) for start, n in rows),
-            decode_context_tokens=keys,
-        )
-    keys = sum(min(start + 1, window) for start in decodes)
-    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
-    unseen = sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in rows)
-    contexts = [min(start, window - 1) + n for start, n in rows]
+    else:
+        keys = sum([min(start + 1, window) for start in decodes]) + num_drafts
+    reach = inf if window is None else window - 1
+    contexts = [min(start, reach) + n for start, n in rows]
+    queries = [*rows, *[(start + 1, n) for start, n in drafted]]
     return AttentionWork(
-        context_tokens=keys + sum(contexts),
-        pairs=keys + pairs - unseen,
+        context_tokens=int(keys + sum(contexts)),
+        pairs=keys - num_drafts + _pairs(queries, window),
         decode_context_tokens=keys,
     )
+
+
+def _pairs(rows: Items[tuple[int, int]], window: int | None) -> int:
+    """(query, key), of n queries from the position `start` on."""
+    pairs = sum(_sum_to(start + n) - _sum_to(start) for start, n in rows)
+    if window is None:
+        return pairs
+    return pairs - sum(_sum_to(start + n - window) - _sum_to(start - window) for start, n in rows)
 
 
 def _sum_to(n: int) -> int:

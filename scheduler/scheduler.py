@@ -18,7 +18,7 @@ Time is an argument; nothing here reads a clock, and a simulation runs this very
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 from math import inf
@@ -31,6 +31,7 @@ from penstock.scheduler.cache.loads import Loads
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -50,6 +51,7 @@ from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import (
     Finish,
     FinishReason,
+    FurtherTokens,
     Request,
     RequestId,
     RequestOutput,
@@ -58,6 +60,7 @@ from penstock.scheduler.types import (
     ScheduledBatch,
     SlotAssignment,
     Started,
+    TokenLogprobs,
 )
 
 
@@ -76,11 +79,13 @@ class Scheduler:
         tier: BlockTier | None = None,
         events: KVEvents | None = None,
         num_cohorts: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
         one for each group, where the blocks outlive this process. tier: for continuous batching
         with prefix caching. events: is told which blocks can be found. num_cohorts: of sequences
-        that decode in different steps: as many as the executor has stages.
+        that decode in different steps: as many as the executor has stages. drafter: for an executor
+        that computes a step before the next is scheduled.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -89,6 +94,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
+        self._drafter = drafter
         self._targets = Targets(config, step_model, num_cohorts)
         self._step_size = StepSize(config, step_model)
         self._loads = Loads(self._kv, tier, self._targets.compute_s)
@@ -252,6 +258,7 @@ class Scheduler:
             groups=tuple([each.stats() for each in self._kv.groups]),
             tier=self._loads.stats(),
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
+            drafts=() if self._drafter is None else self._drafter.stats,
         )
 
     def take_started(self) -> list[Started]:
@@ -352,11 +359,43 @@ class Scheduler:
             add_slot(sequence.slot)
             add_start(position)
         batch.num_tokens = [1] * len(ready)
+        if self._drafter is not None and ready and not (self._prefilling or len(self._waiting)):
+            self._draft(self._drafter, batch, ready)
         batch.samples = [True] * len(ready)
         batch.sampling = ready
         batch.num_decodes = len(ready)
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
+
+    def _draft(self, drafter: Drafter, batch: Batch, decodes: list[Sequence]) -> None:
+        """Gives decodes drafts. They take blocks that nobody needs: a step's after this one is not
+        to preempt because of them."""
+        size, num_spare = self._kv.block_size, self._kv.num_available - self.num_running
+        if self._kv.has_windows:
+            num_spare = 0  # a sequence holds no more there than it was admitted for
+        limits = []
+        for sequence in decodes:
+            most = sequence.max_length - len(sequence.token_ids) - 1
+            num_owned = self._kv.num_owned(sequence) * size - sequence.num_computed
+            limits.append(min(most, num_owned + max(0, num_spare) * size))
+        num_left = self._config.max_step_tokens - len(decodes)
+        all_drafts = drafter.propose(decodes, limits, num_left)
+        if not any(all_drafts):
+            return
+        kept = []
+        for sequence, drafts in zip(decodes, all_drafts, strict=True):
+            end = sequence.num_computed + len(drafts)
+            num_new = -(-end // size) - self._kv.num_owned(sequence)
+            if num_new > 0:
+                if num_new > num_spare:  # others have had the last ones
+                    drafter.drop(sequence)
+                    drafts = ()
+                else:
+                    num_spare -= num_new
+                    self._kv.grow(sequence, end, batch.table_updates)
+            kept.append(drafts)
+        batch.drafts = tuple(kept)
+        batch.num_tokens = [1 + len(drafts) for drafts in kept]
 
     def _cohort(self, candidates: list[Sequence]) -> list[Sequence]:
         """Those of this step, where several stages compute different steps at the same time.
@@ -572,18 +611,26 @@ class Scheduler:
     ) -> None:
         """Gives each sampling row's sequence its token, or ends it."""
         block_size = self._kv.block_size
-        entries = sampled.logprobs or repeat(None, len(sampled.token_ids))
-        rows = zip(batch.sampling, sampled.token_ids, entries, strict=True)
+        num_rows = len(sampled.token_ids)
+        entries = sampled.logprobs or repeat(None, num_rows)
+        following: Iterable[FurtherTokens | None] = repeat(None, num_rows)
+        if batch.drafts:
+            self._judge(batch, sampled)
+            following = map(sampled.further.get, range(num_rows))
+        rows = zip(batch.sampling, sampled.token_ids, entries, following, strict=True)
         # Looked up once: this loop is most of what a step costs.
         finished = Status.FINISHED
         add_request, add_index = outputs.request_ids.append, outputs.indices.append
         add_token, add_num_cached = outputs.token_ids.append, outputs.num_cached_tokens.append
-        for sequence, token_id, entry in rows:
+        for sequence, token_id, entry, further in rows:
             sequence.num_in_flight -= 1
             if sequence.status is finished:
                 continue  # it ended while the step ran: a wasted row
             if failures and sequence in failures:
                 outputs.add(self._finish(sequence, failures[sequence]))
+                continue
+            if further is not None:
+                outputs.add(self._append_further(sequence, token_id, entry, further))
                 continue
             known = sequence.token_ids
             known.append(token_id)
@@ -603,6 +650,43 @@ class Scheduler:
             add_index(sequence.index)
             add_token(token_id)
             add_num_cached(sequence.num_cached_tokens)
+
+    def _append_further(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        entry: TokenLogprobs | None,
+        further: FurtherTokens,
+    ) -> RequestOutput:
+        """Gives it its first token and those after accepted drafts, or as many as end it."""
+        known, size = sequence.token_ids, self._kv.block_size
+        sequence.num_computed += len(further.token_ids)
+        num_full = (len(known) - 1) // size
+        new: list[int] = []
+        finish: tuple[FinishReason, int | None] | None = None
+        for each in (token_id, *further.token_ids):
+            known.append(each)
+            new.append(each)
+            if each in sequence.stop_token_ids:
+                finish = FinishReason.STOP, each
+            elif len(known) == sequence.max_length:
+                finish = FinishReason.LENGTH, None
+            if finish is not None:
+                break
+        if (len(known) - 1) // size > num_full:
+            self._kv.cache_full_blocks(sequence)
+        logprobs = None if entry is None else [entry, *(further.logprobs or ())][: len(new)]
+        end = None if finish is None else self._end(sequence, *finish)
+        return output_of(sequence, new, logprobs, end)
+
+    def _judge(self, batch: Batch, sampled: SampledTokens) -> None:
+        """Tells the drafter how many of its drafts were accepted."""
+        assert self._drafter is not None
+        for row, (sequence, drafts) in enumerate(zip(batch.sampling, batch.drafts, strict=False)):
+            if drafts:
+                further = sampled.further.get(row)
+                num_accepted = len(further.token_ids) if further else 0
+                self._drafter.judge(sequence, num_accepted)
 
     # How a sequence leaves.
 
@@ -644,6 +728,8 @@ class Scheduler:
         self._targets.on_end(sequence, reason)
         self._waiting.close(sequence.request.tenant)
         sequence.finish()
+        if self._drafter is not None:
+            self._drafter.end(sequence)
         self._release_samples(sequence)
         sequence.fork_parent = None  # no chain of dead sequences
         siblings = self._requests[request_id]

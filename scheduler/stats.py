@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -65,13 +66,39 @@ class TierStats(NamedTuple):
     late_total: int = 0
 
 
+class DraftStats(NamedTuple):
+    """Drafts of one source since the start. num_drafts_total: rows with drafts. accepted: by
+    position."""
+
+    source: str
+    num_drafts_total: int = 0
+    num_draft_tokens_total: int = 0
+    accepted: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted)
+
+    def plus(self, num_drafts: int, num_accepted: int) -> "DraftStats":
+        """With a row of so many drafts, the first of which were accepted."""
+        accepted = list(self.accepted) + [0] * (num_accepted - len(self.accepted))
+        for position in range(num_accepted):
+            accepted[position] += 1
+        return DraftStats(
+            self.source,
+            self.num_drafts_total + 1,
+            self.num_draft_tokens_total + num_drafts,
+            tuple(accepted),
+        )
+
+
 class SchedulerStats(NamedTuple):
     """The scheduler after a step. Gauges are current values; counters count since the start.
 
     prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
     recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
-    policy is fair; see `FairQueue`. tier: None without one.
+    policy is fair; see `FairQueue`. tier: None without one. drafts: by source.
     """
 
     num_running: int = 0
@@ -86,6 +113,7 @@ class SchedulerStats(NamedTuple):
     groups: tuple[GroupBlocks, ...] = (GroupBlocks(),)
     tier: TierStats | None = None
     prefix_stateless_tokens_total: int = 0
+    drafts: tuple[DraftStats, ...] = ()
 
     @property
     def kv_usage(self) -> float:
@@ -110,7 +138,24 @@ def plus_counters(stats: Stats, earlier: Stats) -> Stats:
             more[name] = now + before
         elif name in ("tier", "memory", "disk") and before is not None:
             more[name] = plus_counters(now or type(before)(), before)
+        elif name == "drafts":
+            more[name] = _sums(now, before)
     return stats._replace(**more)
+
+
+def _sums(now: Iterable[DraftStats], before: Iterable[DraftStats]) -> tuple[DraftStats, ...]:
+    """By source."""
+    sums: dict[str, DraftStats] = {}
+    for source, num_drafts, num_tokens, accepted in (*now, *before):
+        known = sums.get(source, DraftStats(source))
+        by_position = map(sum, zip_longest(known.accepted, accepted, fillvalue=0))
+        sums[source] = DraftStats(
+            source,
+            known.num_drafts_total + num_drafts,
+            known.num_draft_tokens_total + num_tokens,
+            tuple(by_position),
+        )
+    return tuple(sums.values())
 
 
 class AttentionWork(NamedTuple):
@@ -146,7 +191,7 @@ NO_GRAPHS = GraphSizes()
 
 
 class StepClass(StrEnum):
-    DECODE = "decode"  # one token each
+    DECODE = "decode"  # one token each, and drafts
     PREFILL = "prefill"  # chunks of prompts
     MIXED = "mixed"  # both
 
@@ -154,10 +199,10 @@ class StepClass(StrEnum):
 class StepWork(NamedTuple):
     """The work of one step: all that it has to compute and read.
 
-    num_sampled: tokens that go through the output layer, to sample. num_scored: prompt tokens that
-    do so besides. attention: for each of the model's windows, in its order. num_experts: experts
-    of a mixture that the step's tokens
-    were routed to, summed over the layers; None where that is not known. num_padding: see
+    num_decode_tokens: drafts too. num_sampled: tokens that go through the output layer, to sample.
+    num_scored: prompt tokens that do so besides. attention: for each of the model's windows, in its
+    order. num_experts: experts of a mixture that the step's tokens were routed to, summed over the
+    layers; None where that is not known. num_padding: see
     `GraphSizes`. num_chunks: of the sequences, those that run a prefill chunk. adapter_bytes: of
     the LoRA adapters that the step reads.
     """

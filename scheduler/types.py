@@ -183,6 +183,9 @@ class ScheduledBatch(NamedTuple):
     The first num_decodes rows are decodes: each runs the last known token, and samples. A later
     row, a prefill chunk, samples where samples[i] is true, which is where it ends
     its prompt and its answer may have a token.
+    drafts: of each decode, ids that may come next, which its row runs after the last known token;
+    empty where no decode has any. The row samples after each of its tokens for as long as what it
+    has sampled is the draft that follows, so that its ids are those of rows of one token.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
     tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
@@ -199,6 +202,7 @@ class ScheduledBatch(NamedTuple):
     num_decodes: int
     num_scored: int = 0
     snapshots: tuple[StateSnapshot, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -222,6 +226,14 @@ class PromptOutput(NamedTuple):
     embedding: bytes | None
 
 
+class FurtherTokens(NamedTuple):
+    """What a row sampled after its first id, which was the draft that followed, as was each of
+    these but the last. logprobs: one for each, or None."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
 class SampledTokens(NamedTuple):
     """The results of a step: one id per sampling row, in the batch's row order.
 
@@ -231,6 +243,7 @@ class SampledTokens(NamedTuple):
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
     be made of, and then the sequence ends. num_experts, adapter_bytes: as in `StepWork`.
     computed_s: where a step passes several stages, how long each of them computed it, on average.
+    further: by sampling row, of those whose first draft was accepted.
     """
 
     step: int
@@ -241,6 +254,7 @@ class SampledTokens(NamedTuple):
     num_experts: int | None = None
     adapter_bytes: int = 0
     computed_s: float | None = None
+    further: Mapping[int, FurtherTokens] = {}
 
 
 class Finish(NamedTuple):

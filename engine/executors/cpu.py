@@ -24,6 +24,7 @@ from penstock.engine.native.model import NativeModel
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Draw, Sampler, failed_rows
+from penstock.engine.sampling.verify import DraftedRow, sample_drafted
 from penstock.engine.step.executor import block_copies
 from penstock.engine.step.model_input import ModelInput, build_model_input
 from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
@@ -139,6 +140,9 @@ class CpuExecutor:
                 continue
             self._sampler.assign(slot, sampling, seed)
             self._grammars.assign(assignment)
+        for slot, start, drafts in zip(batch.slots, batch.starts, batch.drafts, strict=False):
+            for position, draft in enumerate(drafts, start + 1):
+                self._tokens[slot, position] = draft
         for group, pool in enumerate(self.pool.all_groups):
             updates = [update for update in batch.table_updates if update.group == group]
             if updates:
@@ -161,6 +165,8 @@ class CpuExecutor:
         )
         if not slots:
             return done
+        if batch.drafts:
+            return self._sampled_drafted(batch, done, logits)
         lengths = [
             length
             for length, samples in zip(step.context_lens, batch.samples, strict=True)
@@ -177,6 +183,24 @@ class CpuExecutor:
         violated = self._grammars.advance(slots, token_ids, constraints)
         failed = failed_rows(token_ids, violated)
         return done._replace(token_ids=token_ids, logprobs=logprobs, failed=failed)
+
+    def _sampled_drafted(
+        self, batch: ScheduledBatch, done: SampledTokens, logits: Tensor
+    ) -> SampledTokens:
+        """done: but for what is sampled."""
+        rows, num_decodes = [], batch.num_decodes
+        each = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
+        for i, (slot, start, num_tokens, samples) in enumerate(each):
+            if samples:
+                drafts = batch.drafts[i] if i < num_decodes else ()
+                length = start + num_tokens - len(drafts)
+                rows.append(DraftedRow(slot, length, self._prompt_lengths[slot], drafts))
+        found = sample_drafted(self._sampler, self._grammars, logits, self._token_table, rows)
+        for i, row in enumerate(rows):
+            more = found.further[i].token_ids if i in found.further else ()
+            for position, token_id in enumerate((found.token_ids[i], *more), row.length):
+                self._tokens[row.slot, position] = token_id
+        return done._replace(**found._asdict())
 
     def _compute(
         self, batch: ScheduledBatch

@@ -35,6 +35,7 @@ from penstock.scheduler.prompt_logprobs import PackedLogprobs, PromptLogprobs
 from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.types import (
     FinishReason,
+    FurtherTokens,
     Pooling,
     PromptOutput,
     Request,
@@ -187,7 +188,7 @@ class ScriptedExecutor:
         if self._grammars:
             self._grammars.start(sampling_slots)
             self._grammars.wait()
-        token_ids: list[int] = []
+        sampled: list[list[int]] = []
         logprobs: list[TokenLogprobs | None] = []
         prompts: list[PromptOutput] = []
         rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
@@ -202,21 +203,27 @@ class ScriptedExecutor:
             if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
-                token_ids.append(self._sample(slot_id, start + num_tokens))
-                logprobs.append(self._logprobs(slot, token_ids[-1]))
+                drafts = batch.drafts[row] if row < len(batch.drafts) else ()
+                sampled.append(self._sample_row(slot_id, start + num_tokens - len(drafts), drafts))
+                logprobs.append(self._logprobs(slot, sampled[-1][0]))
         wants_logprobs = any(entry is not None for entry in logprobs)
         failed: dict[int, FinishReason] = {}
         if table := self._grammars:
             constraints = table.constraints(sampling_slots)
-            violated = table.advance(sampling_slots, token_ids, constraints)
+            violated = table.advance(sampling_slots, [ids[-1] for ids in sampled], constraints)
             failed = dict.fromkeys(violated, FinishReason.ERROR)
         return CompletedStep(
             SampledTokens(
                 step=batch.step,
-                token_ids=token_ids,
+                token_ids=[ids[0] for ids in sampled],
                 logprobs=logprobs if wants_logprobs else None,
                 failed=failed,
                 prompts=tuple(prompts),
+                further={
+                    row: self._further(slot_id, ids[1:])
+                    for row, (slot_id, ids) in enumerate(zip(sampling_slots, sampled, strict=True))
+                    if len(ids) > 1
+                },
             )
         )
 
@@ -232,6 +239,8 @@ class ScriptedExecutor:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
                 self._grammars.assign(assignment)
+        for slot_id, start, drafts in zip(batch.slots, batch.starts, batch.drafts, strict=False):
+            self._slots[slot_id].token_ids |= dict(enumerate(drafts, start + 1))
         for slot_id, index, block_id, group in batch.table_updates:
             block_ids = self._slots[slot_id].tables[group]
             block_ids[index : index + 1] = [block_id]
@@ -271,6 +280,19 @@ class ScriptedExecutor:
             for snapshot in snapshots:
                 if snapshot.num_tokens == position + 1 - start:
                     lengths[snapshot.state], digests[snapshot.state] = lengths[own], digests[own]
+
+    def _sample_row(self, slot_id: int, length: int, drafts: tuple[int, ...]) -> list[int]:
+        """The id after so many tokens, and those after each draft that is right."""
+        ids = [self._sample(slot_id, length)]
+        for number, draft in enumerate(drafts, start=1):
+            if ids[-1] != draft or draft in self._slots[slot_id].sampling.stop_token_ids:
+                break
+            if table := self._grammars:
+                table.advance([slot_id], ids[-1:], table.constraints([slot_id]))
+                table.start([slot_id])
+                table.wait()
+            ids.append(self._sample(slot_id, length + number))
+        return ids
 
     def _sample(self, slot_id: int, length: int) -> int:
         slot = self._slots[slot_id]
@@ -332,6 +354,10 @@ class ScriptedExecutor:
     def _place(self, slot: Slot, position: int, group: int = 0) -> int:
         size = self.info.block_size
         return slot.tables[group][position // size] * size + position % size
+
+    def _further(self, slot_id: int, token_ids: list[int]) -> FurtherTokens:
+        found = [self._logprobs(self._slots[slot_id], each) for each in token_ids]
+        return FurtherTokens(token_ids, [each for each in found if each] or None)
 
     def _logprobs(self, slot: Slot, token_id: int) -> TokenLogprobs | None:
         """The sampled id has probability 1."""

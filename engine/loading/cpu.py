@@ -116,7 +116,7 @@ class CpuLoading(DecoderLoading):
         loaded = HostModel(
             model=model,
             pool=pool,
-            info=self._info(size, "torch" if native is None else native.products),
+            info=self._info(size, native),
             adapters=self.adapters(**({} if native is None else {"make": native.packed_adapter})),
             grammars=self.grammars(),
             max_num_seqs=self.config.scheduler.max_num_seqs,
@@ -192,9 +192,10 @@ class CpuLoading(DecoderLoading):
             _warn_of_torch(error)
             return None
 
-    def _info(self, size: PoolSize, products: str) -> ModelInfo:
+    def _info(self, size: PoolSize, native: NativeModel | None) -> ModelInfo:
         """Measures what the device can do, too."""
         place, threads = self.place, self.num_threads
+        products = "torch" if native is None else native.products
         computed_by = f"{products}, {threads} thread{'s' * (threads > 1)}"
         if place.layout.size > 1:
             computed_by += f" in each of {place.layout.size} processes"
@@ -202,7 +203,13 @@ class CpuLoading(DecoderLoading):
         place.everyone.barrier()  # so that each measures its share
         is_shared = place.layout.size > 1
         rates = measure_rates(self.device, self.dtype, self.phases, is_shared=is_shared)
-        return self.described(size, computed_by=computed_by, **rates)
+        return self.described(
+            size,
+            computed_by=computed_by,
+            # Torch's operators round by the number of rows, and a state cannot be gone back to.
+            takes_drafts=native is not None and not is_shared and self.layout.state is None,
+            **rates,
+        )
 
 
 def _dtype_and_library(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.native.structures import structure
-from penstock.engine.step.model_input import ModelInput
+from penstock.engine.step.model_input import ModelInput, num_single, sample_rows
 from penstock.scheduler.types import ScheduledBatch
 
 _GATHER = structure("Gather", "native/step/inputs.h")
@@ -29,7 +29,6 @@ def gather_input(
     num_sequences, num_tokens = len(batch.slots), sum(batch.num_tokens)
     token_ids, positions = torch.empty(2, num_tokens, dtype=torch.int64).unbind()
     query_starts = [0, *accumulate(batch.num_tokens)]
-    ends = zip(query_starts[1:], batch.samples, strict=True)
     step = ModelInput(
         token_ids=token_ids,
         positions=positions,
@@ -37,8 +36,8 @@ def gather_input(
         block_tables=torch.empty(*groups, num_sequences, max_blocks, dtype=torch.int32),
         query_starts=query_starts,
         context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
-        num_decodes=batch.num_decodes,
-        sample_rows=torch.tensor([end - 1 for end, samples in ends if samples], dtype=torch.int64),
+        num_decodes=num_single(batch),
+        sample_rows=torch.tensor(sample_rows(batch), dtype=torch.int64),
         snapshots=batch.snapshots,
     )
     numbers = c_int64 * num_sequences

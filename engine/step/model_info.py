@@ -83,7 +83,8 @@ class ModelInfo:
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
     to launch the next step before it waits for the last one, which costs a step of delay, and gains
-    where the device computes while the host schedules. graph_sizes: to which it pads steps.
+    where the device computes while the host schedules. takes_drafts: whether decodes may have any.
+    graph_sizes: to which it pads steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
@@ -119,6 +120,7 @@ class ModelInfo:
     experts: RoutedExperts | None = None
     quantization: QuantizationInfo | None = None
     runs_ahead: bool = False
+    takes_drafts: bool = False
     graph_sizes: GraphSizes = NO_GRAPHS
     more_blocks: tuple[int, ...] = ()
     read_alignment: int = READ_ALIGNMENT

@@ -77,7 +77,7 @@ def build_model_input(
     slots, starts, counts = torch.tensor(
         (batch.slots, batch.starts, batch.num_tokens), dtype=torch.int64
     ).to(device, non_blocking=True)
-    if batch.num_decodes == len(batch.slots):
+    if query_starts[-1] == len(batch.slots):
         token_slots, positions = slots, starts
     else:
         num_tokens = query_starts[-1]
@@ -87,9 +87,6 @@ def build_model_input(
         )
         positions = torch.arange(num_tokens, device=device) - first
     blocks = block_tables[..., token_slots, positions // block_size]
-    last_rows = [
-        end - 1 for end, samples in zip(query_starts[1:], batch.samples, strict=True) if samples
-    ]
     return ModelInput(
         token_ids=token_table[token_slots, positions],
         positions=positions,
@@ -97,7 +94,27 @@ def build_model_input(
         block_tables=block_tables[..., slots, :],
         query_starts=query_starts,
         context_lens=[s + n for s, n in zip(batch.starts, batch.num_tokens, strict=True)],
-        num_decodes=batch.num_decodes,
-        sample_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        num_decodes=num_single(batch),
+        sample_rows=torch.tensor(sample_rows(batch), dtype=torch.int64, device=device),
         snapshots=batch.snapshots,
     )
+
+
+def num_single(batch: ScheduledBatch) -> int:
+    """How many of the first rows are decodes of one token each."""
+    drafts = batch.drafts
+    return next((row for row, each in enumerate(drafts) if each), batch.num_decodes)
+
+
+def sample_rows(batch: ScheduledBatch) -> list[int]:
+    """Which of a step's tokens are sampled after: the last of each row that samples, and all of a
+    row with drafts."""
+    rows: list[int] = []
+    ends = accumulate(batch.num_tokens)
+    if not batch.drafts:
+        return [end - 1 for end, samples in zip(ends, batch.samples, strict=True) if samples]
+    for row, (end, samples) in enumerate(zip(ends, batch.samples, strict=True)):
+        num = batch.num_tokens[row] if row < batch.num_decodes else 1
+        if samples:
+            rows += range(end - num, end)
+    return rows

@@ -194,6 +194,10 @@ class KVCache:
                 position = len(table.block_ids)
                 updates.append(TableUpdate(sequence.slot, position, each.append(table), index))
 
+    def num_owned(self, sequence: Sequence) -> int:
+        """Blocks that its tables have, in every group of keys and values."""
+        return min([len(sequence.tables[index].block_ids) for index, _ in self._with_blocks])
+
     def num_coverable(self, sequence: Sequence) -> int:
         """How many tokens after those computed there are blocks for, in groups with a window: in
         others, it has had them since its admission."""

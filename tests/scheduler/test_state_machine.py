@@ -12,6 +12,7 @@ from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.fairness import FairQueue
 from penstock.scheduler.types import FinishReason, Pooling, Request
+from tests.support.drafting import EveryDraft, Oracle
 from tests.support.scheduling import Driver, make_request, run_alone
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
@@ -29,6 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         num_cohorts=st.sampled_from([1, 1, 2, 3]),
+        right_drafts=st.sampled_from([None, None, 0.0, 0.5, 1.0]),
         data=st.data(),
     )
     def start(
@@ -41,8 +43,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups: tuple[int | None, ...],
         num_states: int,
         num_cohorts: int,
+        right_drafts: float | None,
         data: st.DataObject,
     ) -> None:
+        # A state cannot be gone back to, and drafts follow the last id, which is to be known.
+        self.drafts = None
+        if right_drafts is not None and num_cohorts == 1 and not num_states:
+            self.drafts = Oracle(right_drafts)
         self.windows, self.num_states = groups, num_states
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
@@ -69,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             more_blocks=tuple(sizes[1:]),
             num_states=num_states,
             num_cohorts=num_cohorts,
+            drafter=EveryDraft([self.drafts], most=5) if self.drafts else None,
         )
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()
@@ -115,6 +123,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             pooling=pooling,
         )
         self.requests[name] = request
+        if self.drafts:
+            alone = run_alone(request, max_model_len=MAX_MODEL_LEN, windows=self.windows)
+            self.drafts.learn(request, [alone.tokens[name, index] for index in range(n)])
         self.driver.scheduler.add(request, is_ready=is_ready)
         if is_ready:
             self.ready.add(name)
@@ -128,8 +139,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        """At most one step ahead of the one that the host waits for, or one in each stage."""
-        if len(self.driver.launched) < max(2, self.driver.num_cohorts):
+        """At most one step ahead of the one that the host waits for, or one in each stage; with
+        drafts, none."""
+        most = 1 if self.drafts else max(2, self.driver.num_cohorts)
+        if len(self.driver.launched) < most:
             self.driver.launch()
         self.driver.now += 0.02
 

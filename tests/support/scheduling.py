@@ -11,6 +11,7 @@ from penstock.engine.step.executor import PendingTokens
 from penstock.scheduler.cache.group_cache import GroupCache
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     Finish,
@@ -105,6 +106,7 @@ class Driver:
         make_tier: Callable[[BlockMemory], DiskTier | HostTier] | None = None,
         events: KVEvents | None = None,
         num_cohorts: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         """kept: where the pool is, else. windows, more_blocks,
         num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
@@ -132,6 +134,7 @@ class Driver:
             tier=self.tier,
             events=events,
             num_cohorts=num_cohorts,
+            drafter=drafter,
         )
         self.num_cohorts = num_cohorts
         self.launched: deque[PendingTokens] = deque()

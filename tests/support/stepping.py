@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.step.executor import Executor, PendingTokens
+from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import Request, RequestId, RequestOutput
 from tests.support.executors import cpu_executor
@@ -20,6 +21,7 @@ class SteppedEngine:
         config: EngineConfig,
         executor: Executor | None = None,
         num_blocks: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """executor: `CpuExecutor` where none is given. num_blocks: fewer than the pool has."""
         self.executor = executor or cpu_executor(config, Path(config.model))
@@ -36,6 +38,7 @@ class SteppedEngine:
             max_model_len=info.max_model_len,
             num_cohorts=info.pipeline_parallel_size,
             tier=self.executor.tier,
+            drafter=drafter,
         )
         self._num_requests = 0
         self.computed_s: list[float] = []

@@ -1,0 +1,71 @@
+"""`Acceptance`: how often drafts are accepted, by where they are from and how long they matched."""
+
+from penstock.scheduler.drafts.sources import MOST_MATCH
+
+# Positions of drafts that are told apart; those after them are as the last.
+NUM_POSITIONS = 8
+# Of what was seen, a later draft leaves this: some fifty drafts are remembered.
+_MEMORY = 0.98
+# So many of a request's own drafts weigh as much as what is known of all.
+_PRIOR = 2.0
+_REQUEST_MEMORY = 0.9
+# Nothing is certain.
+_MOST = 0.98
+
+
+class Rates:
+    """Those of all drafts of one source and length of match: of a draft at each position, if those
+    before it were accepted."""
+
+    def __init__(self) -> None:
+        self._tried = [2.0] * NUM_POSITIONS
+        self._accepted = [1.0] * NUM_POSITIONS
+
+    def __getitem__(self, position: int) -> float:
+        at = position if position < NUM_POSITIONS else NUM_POSITIONS - 1
+        return self._accepted[at] / self._tried[at]
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        for at in range(min(num_drafts, num_accepted + 1, NUM_POSITIONS)):
+            self._tried[at] = _MEMORY * self._tried[at] + 1.0
+            self._accepted[at] = _MEMORY * self._accepted[at] + (at < num_accepted)
+
+
+class RequestRate:
+    """What one request's drafts do beside what is expected of all."""
+
+    __slots__ = ("_accepted", "_expected")
+
+    def __init__(self) -> None:
+        self._accepted = self._expected = _PRIOR
+
+    @property
+    def factor(self) -> float:
+        return self._accepted / self._expected
+
+    def observe(self, num_accepted: int, expected: float) -> None:
+        """expected: accepted drafts, by the rates of all."""
+        self._accepted = _PRIOR + _REQUEST_MEMORY * (self._accepted - _PRIOR) + num_accepted
+        self._expected = _PRIOR + _REQUEST_MEMORY * (self._expected - _PRIOR) + expected
+
+
+class Acceptance:
+    def __init__(self) -> None:
+        self._rates: dict[tuple[str, int], Rates] = {}
+
+    def rates(self, source: str, match: int) -> Rates:
+        """match: tokens, up to MOST_MATCH."""
+        key = source, min(match, MOST_MATCH).bit_length()
+        found = self._rates.get(key)
+        if found is None:
+            found = self._rates[key] = Rates()
+        return found
+
+
+def chances(rates: Rates, factor: float, num_drafts: int) -> list[float]:
+    """That each of a row's drafts is accepted, and so those before it."""
+    chance, found = 1.0, []
+    for position in range(num_drafts):
+        chance *= min(_MOST, rates[position] * factor)
+        found.append(chance)
+    return found

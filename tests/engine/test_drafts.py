@@ -1,0 +1,143 @@
+"""Answers with drafts are those without, to the last bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from penstock.engine.config import EngineConfig
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
+from penstock.scheduler.types import Request, RequestOutput, SamplingParams, TokenLogprobs
+from tests.support.compiler import needs_compiler
+from tests.support.drafting import EveryDraft, Oracle
+from tests.support.paths import STORIES
+from tests.support.scheduling import make_request
+from tests.support.stepping import SteppedEngine, ids_of
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(
+        not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
+    ),
+]
+
+PROMPTS = [[1, 403, 407, 261], [1, 410, 411, 412, 413, 414], [1, 300] * 12, list(range(1, 40))]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "logprobs": {"temperature": 0.0, "num_logprobs": 3},
+    "drawn": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "num_logprobs": 1},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "num_logprobs": 0,
+    },
+    "banned": {"temperature": 0.8, "min_tokens": 20, "bad_words": ((403, 407), (261,))},
+    "biased": {"temperature": 0.8, "logit_bias": ((300, 4.0), (12, -9.0)), "min_p": 0.02},
+    "grammar": {"temperature": 1.0, "grammar": LLMatcher.grammar_from_regex("[a-f ]{9,60}")},
+}
+
+
+def _engine(**options: Any) -> SteppedEngine:
+    config = EngineConfig(
+        model=str(STORIES),
+        num_threads=1,
+        kv_cache_memory_bytes=1 << 22,
+        max_model_len=128,
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    return SteppedEngine(config, **options)
+
+
+def _requests(way: dict[str, Any], n: int = 1) -> list[Request]:
+    sampling = SamplingParams(max_tokens=60, stop_token_ids=(2,), seed=11, **way)
+    return [
+        replace(make_request(str(i), prompt), sampling=sampling, n=n)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+Answers = dict[tuple[tuple[int, ...], int], tuple[list[int], list[TokenLogprobs], Any]]
+
+
+def _answers(requests: list[Request], outputs: list[list[RequestOutput]]) -> Answers:
+    found: Answers = {}
+    for request, of_request in zip(requests, outputs, strict=True):
+        for index in range(request.n):
+            own = [output for output in of_request if output.index == index]
+            logprobs = [each for output in own for each in output.logprobs or ()]
+            finish = own[-1].finish
+            assert finish is not None
+            reason = finish.reason, finish.stop_token_id
+            found[request.prompt_token_ids, index] = ids_of(own), logprobs, reason
+    return found
+
+
+def _oracle(requests: list[Request], answers: Answers, share: float) -> Oracle:
+    oracle = Oracle(share)
+    for request in requests:
+        prompt = request.prompt_token_ids
+        oracle.learn(request, [answers[prompt, index][0] for index in range(request.n)])
+    return oracle
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_an_oracles_drafts_change_nothing(way: str, share: float) -> None:
+    requests = _requests(WAYS[way], n=2)
+    plain = _engine()
+    expected = _answers(requests, plain.run(requests))
+    oracle = _oracle(requests, expected, share)
+    drafter = EveryDraft([oracle], most=7)
+    drafted = _engine(drafter=drafter)
+    assert _answers(requests, drafted.run(requests)) == expected
+    (stats,) = drafter.stats
+    assert stats.num_drafts_total > 5
+    if share == 1.0:
+        assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens_total
+    if share == 0.0:
+        assert not stats.num_accepted_tokens
+
+
+@pytest.mark.parametrize("way", ["greedy", "drawn", "penalties", "grammar"])
+def test_what_was_said_before_changes_nothing_either(way: str) -> None:
+    requests = _requests(WAYS[way])
+    plain = _engine()
+    expected = _answers(requests, plain.run(requests))
+    drafter = EveryDraft([OwnText(), FinishedAnswers()], most=5)
+    drafted = _engine(drafter=drafter)
+    for _ in range(2):
+        assert _answers(requests, drafted.run(requests)) == expected
+    own, finished = drafter.stats
+    assert (own.num_drafts_total or way == "penalties") and finished.num_accepted_tokens > 20
+
+
+def test_nor_do_they_where_blocks_are_short_and_sequences_preempted() -> None:
+    requests = _requests(WAYS["drawn"])
+    expected = _answers(requests, _engine().run(requests))
+    oracle = _oracle(requests, expected, 0.7)
+    drafted = _engine(drafter=EveryDraft([oracle], most=7), num_blocks=9)
+    assert _answers(requests, drafted.run(requests)) == expected
+    assert drafted.scheduler.stats().preemptions_total
+
+
+def test_blocks_of_accepted_drafts_alone_are_found_again() -> None:
+    requests = _requests(WAYS["greedy"])
+    expected = _answers(requests, _engine().run(requests))
+    oracle = _oracle(requests, expected, 0.6)
+    drafted = _engine(drafter=EveryDraft([oracle], most=7))
+    drafted.run(requests)
+    again = [
+        replace(
+            request,
+            prompt_token_ids=(*request.prompt_token_ids, *ids[:50]),
+            sampling=replace(request.sampling, max_tokens=10),
+        )
+        for request, (ids, *_) in zip(requests, expected.values(), strict=True)
+        if len(ids) == 60
+    ]
+    drafted.scheduler._drafter = None
+    assert again and _answers(again, drafted.run(again)) == _answers(again, _engine().run(again))
