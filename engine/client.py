@@ -11,6 +11,7 @@ from penstock.engine.config import (
     AdapterSource,  # of --lora-modules
     AttentionBackend,  # --attention-backend
     Device,  # --device
+    DraftMethod,  # of --speculative-config
     Dtype,  # --dtype
     EngineConfig,  # all settings
     KVCacheDtype,  # --kv-cache-dtype
@@ -20,6 +21,7 @@ from penstock.engine.config import (
     LoraConfig,  # --enable-lora, and what goes with it
     ModelImpl,  # --model-impl
     Quantization,  # --quantization
+    SpeculativeConfig,  # --speculative-config
 )
 from penstock.engine.errors import (
     AdapterRefused,  # a LoRA adapter cannot be loaded

@@ -144,6 +144,25 @@ class KVEventsConfig:
     topic: str = ""
 
 
+class DraftMethod(StrEnum):
+    """Where drafts are looked up, under vLLM's names."""
+
+    NGRAM = "ngram"  # in the prompt, and in the answer so far
+    SUFFIX = "suffix"  # and in answers that have ended, of the same tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """vLLM's, of --speculative-config.
+
+    num_speculative_tokens: the most drafts of a row; a step takes as many as are worth their time.
+    0 for none.
+    """
+
+    method: DraftMethod = DraftMethod.SUFFIX
+    num_speculative_tokens: int = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of the engine process, and of what watches it.
@@ -172,6 +191,7 @@ class EngineConfig:
     kv_events: None where no events of blocks are sent.
     scripted: run `ScriptedExecutor` in place of the model's weights (tests, front-end benchmarks),
     at most one step every scripted_step_s. lora: None where no adapters can be loaded.
+    speculative: None for the default, where steps may have drafts.
     """
 
     model: str
@@ -205,6 +225,7 @@ class EngineConfig:
     scripted: bool = False
     scripted_step_s: float = 0.0
     lora: LoraConfig | None = None
+    speculative: SpeculativeConfig | None = None
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

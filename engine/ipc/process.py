@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from penstock.engine.config import Dtype, EngineConfig
+from penstock.engine.config import DraftMethod, Dtype, EngineConfig, SpeculativeConfig
 from penstock.engine.ipc.kv_events import KVEventPublisher
 from penstock.engine.loading.executor import build_executor
 from penstock.engine.process import logs
@@ -43,7 +43,9 @@ from penstock.engine.step.model_info import ModelInfo
 from penstock.engine.step.step_times import first_step_model
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
-from penstock.scheduler.errors import PenstockError
+from penstock.scheduler.drafts.drafter import Drafter
+from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText, Source
+from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.forecast import prefill_s
 from penstock.scheduler.scheduler import Scheduler
@@ -131,6 +133,7 @@ def serve(
         events=events,
         step_model=step_model,
         num_cohorts=info.pipeline_parallel_size,
+        drafter=_drafter(config, info, step_model),
     )
     if executor.tier is not None:
         _log_what_loading_takes(executor.tier, step_model, info)
@@ -147,6 +150,24 @@ def serve(
             raise
         logger.exception("the engine failed")
         raise GpuWayFailed(info.gpu_way, first_line(error)) from error
+
+
+def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -> Drafter | None:
+    """Raises InvalidConfig where drafts were asked for that cannot be verified."""
+    wanted = config.speculative or SpeculativeConfig()
+    if not wanted.num_speculative_tokens:
+        return None
+    if not info.takes_drafts:
+        if config.speculative is None:
+            return None
+        raise InvalidConfig(
+            "--speculative-config needs one process on a CPU, the compiled step, and a model "
+            "without recurrent layers; leave it out"
+        )
+    sources: list[Source] = [OwnText()]
+    if wanted.method is DraftMethod.SUFFIX:
+        sources.append(FinishedAnswers())
+    return Drafter(sources, wanted.num_speculative_tokens, step_model)
 
 
 def _measurement(info: ModelInfo) -> Callable[[], RatesMeasured | None]:

@@ -11,7 +11,14 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from penstock.engine.client import AdapterSource, KVCacheDtype, KVEventsConfig, Quantization
+from penstock.engine.client import (
+    AdapterSource,
+    DraftMethod,
+    KVCacheDtype,
+    KVEventsConfig,
+    Quantization,
+    SpeculativeConfig,
+)
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 from penstock.server.config import PoolerConfig
@@ -83,6 +90,16 @@ def kv_events_config(text: str) -> KVEventsConfig | None:
         return None
     values = msgspec.structs.asdict(found)
     return KVEventsConfig(**{each.name: values[each.name] for each in fields(KVEventsConfig)})
+
+
+class _Speculative(msgspec.Struct, forbid_unknown_fields=True):
+    method: DraftMethod = DraftMethod.SUFFIX
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 8
+
+
+def speculative_config(text: str) -> SpeculativeConfig:
+    """vLLM's JSON: for argparse's `type`."""
+    return SpeculativeConfig(**msgspec.structs.asdict(_decoded(text, _Speculative)))
 
 
 def lora_module(text: str) -> AdapterSource:

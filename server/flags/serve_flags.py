@@ -20,6 +20,7 @@ from penstock.server.flags.flag_values import (
     pooler_config,
     quantization,
     size,
+    speculative_config,
 )
 from penstock.server.output.reasoning import ReasoningFormat
 from penstock.server.tools.chat_format import NO_PARSER
@@ -315,6 +316,15 @@ GROUPS = {
             field="ttft_target_s",
             parse=float,
             convert=_seconds,
+        ),
+        Flag(
+            "--speculative-config JSON",
+            "on a CPU, drafts of next tokens that steps verify, as many as are worth their time: "
+            '{"method": "ngram", "num_speculative_tokens": 8} looks them up in the prompt and the '
+            "answer so far, suffix in finished answers of the same API key too; 0 tokens for none. "
+            "Answers are the same to the last bit (default: suffix, 8)",
+            field="speculative",
+            parse=speculative_config,
         ),
         Flag(
             "--calibration FILE",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from prometheus_client.core import InfoMetricFamily, Metric
 
 from penstock.engine.client import ModelInfo
-from penstock.scheduler.stats import GroupBlocks, TierStats
+from penstock.scheduler.stats import DraftStats, GroupBlocks, TierStats
 from penstock.server.observability.exposition import counter, gauge
 from penstock.server.observability.step_window import WINDOW_S
 
@@ -50,6 +50,38 @@ def adapter_metrics(
         "With --enable-lora: requests that named an adapter, since it was loaded",
         num_requests,
         "adapter",
+    )
+
+
+def draft_metrics(drafts: Sequence[DraftStats]) -> Iterator[Metric]:
+    """By the source of the drafts."""
+    for name, help_text, counts in (
+        (
+            "spec_decode_drafts",
+            "Rows of steps that had drafts of the next tokens, by where these were found",
+            {each.source: each.num_drafts_total for each in drafts},
+        ),
+        (
+            "spec_decode_draft_tokens",
+            "Drafts that were verified, by where they were found",
+            {each.source: each.num_draft_tokens_total for each in drafts},
+        ),
+        (
+            "spec_decode_accepted_tokens",
+            "Drafts that were accepted, by where they were found",
+            {each.source: each.num_accepted_tokens for each in drafts},
+        ),
+    ):
+        yield counter(name, help_text, counts, "source")
+    yield counter(
+        "spec_decode_accepted_tokens_per_pos",
+        "Drafts that were accepted, by where they were found and their position in their row",
+        {
+            (each.source, str(position)): count
+            for each in drafts
+            for position, count in enumerate(each.accepted)
+        },
+        *("source", "position"),
     )
 
 

@@ -32,6 +32,7 @@ from penstock.server.observability.exposition import (
 )
 from penstock.server.observability.families import (
     adapter_metrics,
+    draft_metrics,
     gpu_way_metrics,
     group_metrics,
     quantization_metrics,
@@ -307,6 +308,8 @@ class Metrics(Histograms):
         yield from self._counters_by_class()
         if self.stats.tier is not None:
             yield from tier_metrics(self.stats.tier)
+        if self.stats.drafts:
+            yield from draft_metrics(self.stats.drafts)
         yield from self.predictions.metrics()
         yield from self._gauges()
         yield from self._adapters()

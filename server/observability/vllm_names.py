@@ -43,6 +43,10 @@ _VLLM_NAMES = {
     "prefix_hit_tokens": "prefix_cache_hits",
     "requests": "request_success",
     "lora_requests_info": "lora_requests_info",
+    "spec_decode_drafts": "spec_decode_num_drafts",
+    "spec_decode_draft_tokens": "spec_decode_num_draft_tokens",
+    "spec_decode_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "spec_decode_accepted_tokens_per_pos": "spec_decode_num_accepted_tokens_per_pos",
 }
 _VLLM_LABELS = {"outcome": "finished_reason"}
 _VLLM_VALUES = {"abandoned": "abort", "failed": "error"}  # of finished_reason

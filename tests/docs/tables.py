@@ -19,7 +19,7 @@ from prometheus_client.core import Metric
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.formats.scheme import Scheme
 from penstock.scheduler.errors import PenstockError
-from penstock.scheduler.stats import GroupBlocks, PlaceStats, TierStats
+from penstock.scheduler.stats import DraftStats, GroupBlocks, PlaceStats, TierStats
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -102,12 +102,13 @@ def families() -> list[Metric]:
     recorded.on_response("/v1/completions", "POST", 200)
     recorded.on_ready(replace(on_known_hardware(), pipeline_parallel_size=2))
     # Under the fair policy there is one more, of a model with windows another, of one with
-    # recurrent states others, and with a tier others.
+    # recurrent states others, with a tier others, and with drafts others.
     windowed, recurrent = GroupBlocks(1024), GroupBlocks(is_recurrent=True)
     recorded._stats = recorded.stats._replace(
         fairness_index=1.0,
         groups=(GroupBlocks(), windowed, recurrent),
         tier=TierStats(PlaceStats(), PlaceStats()),
+        drafts=(DraftStats("ngram", accepted=(0,)),),
     )
     adapters = adapter_metrics(1, {"a"}, set(), {"a": 1})
     return [*recorded.families(), *adapters, *gpu_way_metrics("pdl", ())]
