@@ -743,6 +743,8 @@ class Scheduler:
             sequence.first_scheduled_s,
             sequence.num_preemptions,
             sequence.num_recomputed_tokens,
+            sequence.num_predicted,
+            sequence.num_mispredicted,
         )
 
     def _leave(self, sequence: Sequence) -> None:

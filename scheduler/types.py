@@ -90,6 +90,7 @@ class Request:
     itl_target_s: its own targets, in place of the server's (see SchedulerConfig). adapter: the name
     of a LoRA adapter, None for the base model.
     Requests share cached prefixes only under an equal cache_salt and an equal adapter.
+    prediction: what the answer may be, in ids, or part of it: drafts are looked up there too.
     resumed: of a request that an earlier engine began, the answers that have not ended, by index;
     None where all n start here.
     """
@@ -106,6 +107,7 @@ class Request:
     cache_salt: str = ""
     pooling: Pooling | None = None
     adapter: str | None = None
+    prediction: tuple[int, ...] = ()
     resumed: tuple[ResumedAnswer, ...] | None = None
 
 
@@ -262,6 +264,7 @@ class Finish(NamedTuple):
 
     stop_token_id: the id that ended it, or None. first_scheduled_s: in the scheduler's clock, None
     where it never ran. num_recomputed_tokens: computed a second time because of preemptions.
+    num_predicted, num_mispredicted: drafts of its request's prediction that were accepted, or not.
     """
 
     reason: FinishReason
@@ -269,6 +272,8 @@ class Finish(NamedTuple):
     first_scheduled_s: float | None
     num_preemptions: int
     num_recomputed_tokens: int
+    num_predicted: int = 0
+    num_mispredicted: int = 0
 
 
 class Started(NamedTuple):

@@ -44,7 +44,7 @@ from penstock.engine.step.step_times import first_step_model
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.cache.tier import BlockTier, TierBlock
 from penstock.scheduler.drafts.drafter import Drafter
-from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText, Source
+from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText, Prediction, Source
 from penstock.scheduler.errors import InvalidConfig, PenstockError
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.forecast import prefill_s
@@ -164,7 +164,7 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
             "--speculative-config needs one process on a CPU, the compiled step, and a model "
             "without recurrent layers; leave it out"
         )
-    sources: list[Source] = [OwnText()]
+    sources: list[Source] = [Prediction(), OwnText()]
     if wanted.method is DraftMethod.SUFFIX:
         sources.append(FinishedAnswers())
     return Drafter(sources, wanted.num_speculative_tokens, step_model)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
 from penstock.scheduler.drafts.prices import DraftPrices
-from penstock.scheduler.drafts.sources import Source
+from penstock.scheduler.drafts.sources import Prediction, Source
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
 
@@ -79,6 +79,9 @@ class Drafter:
             return  # it has ended meanwhile
         drafted.rates.observe(drafted.num_drafts, num_accepted)
         self._rate_of[sequence].observe(num_accepted, drafted.expected)
+        if drafted.source == Prediction.name:
+            sequence.num_predicted += num_accepted
+            sequence.num_mispredicted += drafted.num_drafts - num_accepted
         stats = self._stats[drafted.source]
         self._stats[drafted.source] = stats.plus(drafted.num_drafts, num_accepted)
 

@@ -64,6 +64,30 @@ class OwnText:
         self._known.pop(sequence, None)
 
 
+class Prediction:
+    """What the client expects, from its beginning on; after a difference, where it agrees again."""
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self._known: dict[Sequence, tuple[_Places, _Follower]] = {}
+
+    def find(self, sequence: Sequence) -> Found | None:
+        if not sequence.request.prediction:
+            return None
+        known = self._known.get(sequence)
+        if known is None:
+            text, places = list(sequence.request.prediction), _Places()
+            places.add(text)
+            known = places, _Follower(text, -sequence.num_prompt_tokens)
+            self._known[sequence] = known
+        places, follower = known
+        return follower.find(sequence.token_ids, places)
+
+    def end(self, sequence: Sequence) -> None:
+        self._known.pop(sequence, None)
+
+
 class FinishedAnswers:
     """Those of the same tenant and cache salt: whoever may not find another's prompt in the cache
     may not learn of another's answers by the speed of drafts. The oldest go first."""
@@ -163,9 +187,9 @@ class _Answers:
 class _Follower:
     """Knows which place a sequence follows."""
 
-    def __init__(self) -> None:
-        self._text: list[int] = []
-        self._ahead = 0  # of the place, how far it is before the sequence's end
+    def __init__(self, text: list[int] | None = None, ahead: int = 0) -> None:
+        """ahead: of the place in the text, relative to the end of the sequence."""
+        self._text, self._ahead = text or [], ahead
 
     def find(self, token_ids: list[int], places: _Places) -> Found | None:
         length = len(token_ids)

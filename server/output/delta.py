@@ -48,12 +48,16 @@ class OutputDelta(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
-    """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's."""
+    """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's.
+    num_predicted, num_mispredicted: drafts of a prediction that were accepted, or not; None where
+    there is none, or the answer ended at a stop string, of which the engine does not know."""
 
     num_prompt: int
     num_completion: int = 0
     num_cached: int = 0
     num_reasoning: int = 0
+    num_predicted: int | None = None
+    num_mispredicted: int = 0
 
 
 def coalesced(deltas: list[OutputDelta]) -> list[OutputDelta]:

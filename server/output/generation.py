@@ -344,6 +344,10 @@ class Generation:
             self.usage.num_cached += output.num_cached_tokens
         if output.finish:
             self._metrics.preemptions_per_answer.observe(output.finish.num_preemptions)
+            if self.request.requests[0].prediction:
+                finish, usage = output.finish, self.usage
+                usage.num_predicted = (usage.num_predicted or 0) + finish.num_predicted
+                usage.num_mispredicted += finish.num_mispredicted
         else:  # a stop string: the engine does not know
             self._engine.streams.abort(output.request_id, output.index)
         if choice.num_tokens > 1:

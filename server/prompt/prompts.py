@@ -184,6 +184,7 @@ class Prompts:
 
     param: the field that they come from. max_tokens: of each prompt's answers. are_whole, echoes:
     see `GenerationRequest`. reasoning: how the answer's reasoning is marked, if it may have any.
+    prediction: see `Request`.
     """
 
     param: str
@@ -192,6 +193,7 @@ class Prompts:
     are_whole: tuple[bool, ...]
     echoes: tuple[str, ...] = ()
     reasoning: ReasoningState | None = None
+    prediction: tuple[int, ...] = ()
 
 
 async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> Prompts:
@@ -236,7 +238,17 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         are_whole=(not prompt.begun,),
         echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
+        prediction=await _prediction(fields.predicted, model),
     )
+
+
+async def _prediction(text: str, model: ServedModel) -> tuple[int, ...]:
+    """Raises InvalidRequest for one that no answer can be."""
+    if not text:
+        return ()
+    limits.check_could_fit(model, "prediction", num_chars=len(text))
+    encode = partial(model.encoder.encode, add_special_tokens=False)
+    return await off_loop(encode, text, len(text))
 
 
 def check_servable(fields: ChatCompletionRequest, form: ChatFormat) -> None:

@@ -73,6 +73,7 @@ def build_generation_request(
             n=fields.num_sampled,
             ttft_target_s=arrival.ttft_target_s if max_tokens else None,
             itl_target_s=arrival.own_itl_target_s,
+            prediction=prompts.prediction,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)
     )

@@ -108,6 +108,13 @@ def _text_of(part: ContentPart, param: str) -> str:
     return part.text
 
 
+class Prediction(Wire):
+    """What a client expects of the answer, such as the file that it is to edit."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
 class ChatCompletionRequest(ToolFields, GenerationFields):
     """`POST /v1/chat/completions`."""
 
@@ -126,9 +133,19 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     documents: list[dict[str, Any]] | None = None  # for templates that know them
     echo: bool | None = None
+    prediction: Prediction | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def predicted(self) -> str:
+        """The text of `prediction`. Raises UnsupportedParameter for parts that are none."""
+        content = self.prediction.content if self.prediction else ""
+        if isinstance(content, str):
+            return content
+        parts = enumerate(content)
+        return "".join([_text_of(part, f"prediction.content[{i}]") for i, part in parts])
 
     @property
     def answer_rules(self) -> AnswerRules:

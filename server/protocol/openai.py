@@ -63,7 +63,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 ACCOUNTING = frozenset(
     (
         *("metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_retention", "prompt_cache_options", "prediction"),
+        *("prompt_cache_retention", "prompt_cache_options"),
     )
 )
 

@@ -261,12 +261,16 @@ class LongLists:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
+    details = {"reasoning_tokens": usage.num_reasoning}
+    if usage.num_predicted is not None:
+        details["accepted_prediction_tokens"] = usage.num_predicted
+        details["rejected_prediction_tokens"] = usage.num_mispredicted
     return {
         "prompt_tokens": usage.num_prompt,
         "completion_tokens": usage.num_completion,
         "total_tokens": usage.num_prompt + usage.num_completion,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+        "completion_tokens_details": details,
     }
 
 
