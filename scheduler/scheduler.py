@@ -205,6 +205,8 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         outputs, failures = StepOutputs(), batch.failures(sampled)
         self._append_tokens(batch, sampled, failures, outputs)
+        if sampled.forced:
+            self._force(batch, sampled.forced)
         self._waiting.charge_outputs(batch.sampling)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
@@ -650,6 +652,15 @@ class Scheduler:
             add_index(sequence.index)
             add_token(token_id)
             add_num_cached(sequence.num_cached_tokens)
+
+    def _force(self, batch: Batch, forced: Mapping[int, Items[int]]) -> None:
+        """Tells the drafter what the grammars of sequences have next."""
+        if self._drafter is None:
+            return
+        for row, token_ids in forced.items():
+            sequence = batch.sampling[row]
+            if sequence.is_running:
+                self._drafter.force(sequence, token_ids)
 
     def _append_further(
         self,

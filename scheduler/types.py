@@ -245,7 +245,8 @@ class SampledTokens(NamedTuple):
     in row order, whether the row samples or not; None where NaN or infinities are in what it would
     be made of, and then the sequence ends. num_experts, adapter_bytes: as in `StepWork`.
     computed_s: where a step passes several stages, how long each of them computed it, on average.
-    further: by sampling row, of those whose first draft was accepted.
+    further: by sampling row, of those whose first draft was accepted. forced: by sampling row, ids
+    that its grammar has next, where it leaves no choice of text: drafts for the next step.
     """
 
     step: int
@@ -257,6 +258,7 @@ class SampledTokens(NamedTuple):
     adapter_bytes: int = 0
     computed_s: float | None = None
     further: Mapping[int, FurtherTokens] = {}
+    forced: Mapping[int, tuple[int, ...]] = {}
 
 
 class Finish(NamedTuple):

@@ -7,7 +7,7 @@ step reads them.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -182,7 +182,12 @@ class CpuExecutor:
         constraints = self._grammars.constraints(slots)
         violated = self._grammars.advance(slots, token_ids, constraints)
         failed = failed_rows(token_ids, violated)
-        return done._replace(token_ids=token_ids, logprobs=logprobs, failed=failed)
+        return done._replace(
+            token_ids=token_ids, logprobs=logprobs, failed=failed, forced=self._forced(slots)
+        )
+
+    def _forced(self, slots: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        return self._grammars.forced(slots) if self.info.takes_drafts else {}
 
     def _sampled_drafted(
         self, batch: ScheduledBatch, done: SampledTokens, logits: Tensor
@@ -200,7 +205,8 @@ class CpuExecutor:
             more = found.further[i].token_ids if i in found.further else ()
             for position, token_id in enumerate((found.token_ids[i], *more), row.length):
                 self._tokens[row.slot, position] = token_id
-        return done._replace(**found._asdict())
+        forced = self._forced(row.slot for row in rows)
+        return done._replace(**found._asdict(), forced=forced)
 
     def _compute(
         self, batch: ScheduledBatch

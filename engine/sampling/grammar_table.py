@@ -137,6 +137,23 @@ class GrammarTable:
                 self._unconsumed[slot] = token_id
         return frozenset(failed)
 
+    def forced(self, slots: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """By row, the ids that come next in those slots whose grammar leaves no choice of text. To
+        be called after `advance`."""
+        found: dict[int, tuple[int, ...]] = {}
+        if not self._constraints:
+            return found
+        for row, slot in enumerate(slots):
+            constraint = self._constraints.get(slot)
+            if constraint is None or slot in self._failed:
+                continue
+            matcher = constraint.matcher
+            if slot in self._unconsumed:
+                matcher.consume_token(self._unconsumed.pop(slot))
+            if token_ids := matcher.compute_ff_tokens():
+                found[row] = tuple(token_ids)
+        return found
+
     def choose(self, slot: int, token_id: int, number: int) -> int:
         """The id if its mask allows it or nothing, else an allowed one, by any number."""
         row = self._row(slot)

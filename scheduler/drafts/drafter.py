@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
 from penstock.scheduler.drafts.prices import DraftPrices
-from penstock.scheduler.drafts.sources import Prediction, Source
+from penstock.scheduler.drafts.sources import Grammar, Prediction, Source
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
 
@@ -42,13 +42,19 @@ class Drafter:
     def __init__(
         self, sources: Items[Source], most: int, step_model: LiveStepModel | None = None
     ) -> None:
-        """most: drafts of a row. step_model: predicts what drafts cost; without it, a guess."""
-        self._sources, self._most = sources, most
+        """sources: besides grammars. most: drafts of a row. step_model: predicts what drafts cost;
+        without it, a guess."""
+        self._grammar = Grammar()
+        self._sources, self._most = (self._grammar, *sources), most
         self._acceptance, self._prices = Acceptance(), DraftPrices(step_model)
         self._rate_of: dict[Sequence, RequestRate] = {}
         self._verified: dict[Sequence, _Drafted] = {}
         self._num_since_probe = 0
-        self._stats = {source.name: DraftStats(source.name) for source in sources}
+        self._stats = {source.name: DraftStats(source.name) for source in self._sources}
+
+    def force(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        """Its grammar has these ids next."""
+        self._grammar.force(sequence, token_ids)
 
     def propose(
         self, decodes: Items[Sequence], limits: Items[int], most_of_all: int

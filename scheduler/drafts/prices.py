@@ -7,6 +7,8 @@ from penstock.scheduler.step_model.live import LiveStepModel
 
 # The time of a draft while nothing is known, as a share of that of a step of one sequence.
 _UNKNOWN_SHARE = 0.2
+# No draft is free, whatever was learned of steps that had none.
+_LEAST_SHARE = 0.02
 # So many drafts are priced together; their price is asked for again after so many steps.
 _NUM_PRICED, _EVERY = 4, 16
 
@@ -47,4 +49,5 @@ class DraftPrices:
         step_s, with_drafts_s = times
         if step_s is None or with_drafts_s is None:
             return None
-        return Price(step_s, max(0.0, with_drafts_s - step_s) / _NUM_PRICED)
+        draft_s = (with_drafts_s - step_s) / _NUM_PRICED
+        return Price(step_s, max(_LEAST_SHARE * step_s, draft_s))

@@ -6,6 +6,7 @@ finished answers too, in a suffix tree.)
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
 from penstock.scheduler.cache.sequence import Sequence
@@ -86,6 +87,27 @@ class Prediction:
 
     def end(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
+
+
+class Grammar:
+    """What a grammar has next where it leaves no choice of text, such as the keys of an object. The
+    text may be divided into other tokens than these."""
+
+    name = "grammar"
+
+    def __init__(self) -> None:
+        self._forced: dict[Sequence, tuple[int, list[int]]] = {}
+
+    def force(self, sequence: Sequence, token_ids: Items[int]) -> None:
+        """These follow its last token."""
+        self._forced[sequence] = len(sequence.token_ids), list(token_ids)
+
+    def find(self, sequence: Sequence) -> Found | None:
+        length, token_ids = self._forced.get(sequence, (0, []))
+        return Found(token_ids, 0, MOST_MATCH) if length == len(sequence.token_ids) else None
+
+    def end(self, sequence: Sequence) -> None:
+        self._forced.pop(sequence, None)
 
 
 class FinishedAnswers:

@@ -94,8 +94,8 @@ def test_an_oracles_drafts_change_nothing(way: str, share: float) -> None:
     drafter = EveryDraft([oracle], most=7)
     drafted = _engine(drafter=drafter)
     assert _answers(requests, drafted.run(requests)) == expected
-    (stats,) = drafter.stats
-    assert stats.num_drafts_total > 5
+    grammar, stats = drafter.stats
+    assert (stats.num_drafts_total > 5) and bool(grammar.num_drafts_total) <= (way == "grammar")
     if share == 1.0:
         assert stats.num_accepted_tokens > 0.7 * stats.num_draft_tokens_total
     if share == 0.0:
@@ -111,7 +111,7 @@ def test_what_was_said_before_changes_nothing_either(way: str) -> None:
     drafted = _engine(drafter=drafter)
     for _ in range(2):
         assert _answers(requests, drafted.run(requests)) == expected
-    own, finished = drafter.stats
+    _, own, finished = drafter.stats
     assert (own.num_drafts_total or way == "penalties") and finished.num_accepted_tokens > 20
 
 
@@ -141,3 +141,15 @@ def test_blocks_of_accepted_drafts_alone_are_found_again() -> None:
     ]
     drafted.scheduler._drafter = None
     assert again and _answers(again, drafted.run(again)) == _answers(again, _engine().run(again))
+
+
+def test_what_a_grammar_forces_is_drafted_and_changes_nothing() -> None:
+    keys = LLMatcher.grammar_from_regex(
+        '(\\{"the width of it": [0-9], "the height": [0-9]\\}\n){3}'
+    )
+    requests = _requests({"temperature": 1.0, "grammar": keys, "num_logprobs": 1})
+    expected = _answers(requests, _engine().run(requests))
+    drafter = EveryDraft([], most=7)
+    assert _answers(requests, _engine(drafter=drafter).run(requests)) == expected
+    (grammar,) = drafter.stats
+    assert grammar.num_draft_tokens_total > 50 and grammar.num_accepted_tokens > 10

@@ -178,7 +178,7 @@ def test_a_sequence_that_ends_is_forgotten() -> None:
     for name in "abc":
         driver.scheduler.add(make_request(name, [3, 4, 5, 6, 3, 4, 5, 6], max_tokens=20))
     driver.run()
-    own, finished = drafter._sources
+    _, own, finished = drafter._sources
     assert not own._known and not finished._followers  # type: ignore[attr-defined]
     assert not drafter._rate_of and not drafter._verified
 
