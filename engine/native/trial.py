@@ -2,14 +2,14 @@
 
 A way to multiply (products/ways.h) whose results differ from torch's, or from those of a row alone,
 is refused with a line in the log, and so is one that takes longer than vectors: a processor's flags
-promise neither.
+promise neither. Nor do they say how well it prefetches weights by itself: that is timed too.
 """
 
 import ctypes
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import Structure, c_int64
 from dataclasses import replace
@@ -38,6 +38,8 @@ _TOLERANCE = 1e-5
 # So much of a layer stays in the nearest caches; a prompt has as many rows.
 _TIMED_OUTPUTS, _TIMED_ROWS, _REPEATS = 256, 64, 9
 _SPARE_ROWS = 32  # that products may write: kSpare of products.h
+# So much is read to time prefetching, in copies of a part of a layer, as no cache holds it.
+_STREAMED_BYTES, _MAX_COPIES, _STREAMED_REPEATS = 48 << 20, 64, 3
 _FILE = "ways.json"
 
 
@@ -61,24 +63,55 @@ def try_products(library: ctypes.CDLL, layers: Sequence[Packable], dtype: torch.
             "%s give wrong products on this processor, and are not used", _name(ways & -ways)
         )
     if library.penstock_ways():
-        _refuse(library, refused | _slow_ways(library, layers, dtype))
+        # A start that chose otherwise would round otherwise.
+        slow = _kept(library, "", lambda: _slow_ways(library, layers, dtype))
+        _refuse(library, refused | slow)
+    formats = ", ".join(sorted({layer.weight_format for layer in layers}))
+    does = _kept(library, f", {formats}", lambda: _gains_by_prefetching(library, layers, dtype))
+    library.penstock_prefetch_for_few(c_int64(does))
 
 
-def _slow_ways(library: ctypes.CDLL, layers: Sequence[Packable], dtype: torch.dtype) -> int:
-    """Those in which products take longer than by vectors. The first start on a machine times them,
-    and keeps what it has found: a start that chose otherwise would round otherwise."""
-    key = f"{processor_name()}, {Path(library._name).name}"
+def _kept(library: ctypes.CDLL, what: str, find: Callable[[], int]) -> int:
+    """The first start on a machine finds it, by timing, and later ones read what it was."""
+    key = f"{processor_name()}, {Path(library._name).name}{what}"
     kept: dict[str, int] = {}
     with suppress(OSError, ValueError, AttributeError):
         kept = dict(json.loads((cache_directory() / _FILE).read_text()).items())
     if key not in kept:
-        samples = [_Sample(library, layer, dtype, _TIMED_OUTPUTS) for layer in layers]
-        kept[key] = _timed(library, samples)
+        kept[key] = find()
         with suppress(OSError):
             written = cache_directory() / f"{_FILE}.{os.getpid()}"
             written.write_text(json.dumps(kept))
             written.replace(cache_directory() / _FILE)
     return int(kept[key])
+
+
+def _gains_by_prefetching(
+    library: ctypes.CDLL, layers: Sequence[Packable], dtype: torch.dtype
+) -> bool:
+    """Whether a row alone, of weights in memory, is multiplied faster with prefetching."""
+    seconds = [0.0, 0.0]
+    for layer in layers:
+        row_bytes = layer.num_bytes / layer.out_features
+        num_outputs = min(layer.out_features, int(_STREAMED_BYTES / 4 / row_bytes))
+        num = min(_MAX_COPIES, int(_STREAMED_BYTES / (num_outputs * row_bytes)))
+        copies = [_Sample(library, layer, dtype, num_outputs) for _ in range(num)]
+        best = [float("inf")] * 2
+        for _ in range(_STREAMED_REPEATS):
+            for does in (0, 1):
+                library.penstock_prefetch_for_few(c_int64(does))
+                best[does] = min(best[does], sum(each.seconds_alone() for each in copies))
+        seconds = [total + one for total, one in zip(seconds, best, strict=True)]
+    logger.info(
+        "with prefetching a row is multiplied in %.2f of the time on this processor",
+        seconds[1] / seconds[0],
+    )
+    return seconds[1] < seconds[0]
+
+
+def _slow_ways(library: ctypes.CDLL, layers: Sequence[Packable], dtype: torch.dtype) -> int:
+    """Those in which products take longer than by vectors."""
+    return _timed(library, [_Sample(library, layer, dtype, _TIMED_OUTPUTS) for layer in layers])
 
 
 def _timed(library: ctypes.CDLL, samples: "Sequence[_Sample]") -> int:
@@ -123,17 +156,22 @@ class _Sample:
         else:
             part = replace(part, bias=None)
         self._library = library
-        self._weight = torch.empty(part.out_features, part.in_features)
-        part.write_weight(self._weight)
+        self._shape = part.out_features, part.in_features  # before it is packed
+        self._weight: Tensor | None = None
+        if num_outputs == _NUM_OUTPUTS:  # to be compared
+            self._weight = torch.empty(self._shape)
+            part.write_weight(self._weight)
         self._packer = Packer(library, dtype)
         [each] = parts(part, dtype)
         self._linear: Structure = self._packer.packed(each)
 
     def is_right(self) -> bool:
         """Whether all rows have torch's results, and the bits that they have alone."""
-        x = _whole_numbers(max(_NUM_ROWS), self._weight.shape[1])
-        expected = x.double() @ self._weight.double().T
-        sizes = x.double().norm(dim=1, keepdim=True) * self._weight.double().norm(dim=1)
+        weight = self._weight
+        assert weight is not None, "it is only timed"
+        x = _whole_numbers(max(_NUM_ROWS), weight.shape[1])
+        expected = x.double() @ weight.double().T
+        sizes = x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)
         alone = torch.cat([self._product(row[None])[0] for row in x])
         if not bool(expected.isfinite().all()):
             return True  # the weights are to blame
@@ -142,12 +180,16 @@ class _Sample:
         return all(torch.equal(self._product(x[:num])[0], alone[:num]) for num in _NUM_ROWS)
 
     def seconds(self) -> float:
-        x = _whole_numbers(_TIMED_ROWS, self._weight.shape[1])
+        x = _whole_numbers(_TIMED_ROWS, self._shape[1])
         return min(self._product(x)[1] for _ in range(_REPEATS))
+
+    def seconds_alone(self) -> float:
+        """Of one row, once."""
+        return self._product(_whole_numbers(1, self._shape[1]))[1]
 
     def _product(self, x: Tensor) -> tuple[Tensor, float]:
         """Of x, (rows, in_features) in float32, and how long it took."""
-        num_rows, num_outputs = len(x), len(self._weight)
+        num_rows, num_outputs = len(x), self._shape[0]
         y = torch.empty(num_rows + _SPARE_ROWS, -(-num_outputs // BAND) * BAND)
         seconds = self._library.penstock_try(
             ctypes.byref(self._linear),

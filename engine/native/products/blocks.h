@@ -168,6 +168,7 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
         for (int i = 0; i < R; ++i)
             for (int j = 0; j < V; ++j) total[i][j] = load(c + i * c_step + n + j * kLanes);
         const unsigned char *p = codes;
+        const bool is_prefetched = n == 0 && (kHigh || prefetches(R, kPrefetchGroupedRows));
         for (int64_t g = first; g < last; ++g) {
             Ints dot[R][V];
 #pragma GCC unroll 16
@@ -177,8 +178,7 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
             }
             const int64_t begin = g * w.group, end = begin + w.group;
             for (int64_t k = begin; k < end; k += 16, p += chunk_bytes) {
-                // Codes of 4 bits are read faster without it where there is little to compute.
-                if ((kHigh || R > 3) && n == 0)
+                if (is_prefetched)
                     for (int64_t line = 0; line < chunk_bytes; line += 64)
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
                 const auto unpack = [&]<int kPair>(auto add) {

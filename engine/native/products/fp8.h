@@ -128,8 +128,9 @@ __attribute__((noinline)) void multiply_fp8_tile(const bf16 *x, int64_t x_step,
     static_assert(kBand == 2 * kLanes);
     const Fp8Table table;
     Floats total[R][2] = {};
+    const bool is_prefetched = prefetches(R, kPrefetchRows);
     for (int64_t k = 0; k < length; k += 2, codes += 2 * kBand) {
-        if (R >= kPrefetchRows) __builtin_prefetch(codes + kPrefetchBytes, 0, 2);
+        if (is_prefetched) __builtin_prefetch(codes + kPrefetchBytes, 0, 2);
         Words left, right;
         table.widen(codes, left, right);
 #pragma GCC unroll 16
@@ -225,7 +226,7 @@ inline void multiply_fp8(const X *x, int64_t x_step, int64_t rows, const Fp8 &w,
                 multiplied_fp8(x + begin, x_step, count, codes + begin * kBand, end - begin, sums);
             for (int64_t k = begin; k < end && !is_done; k += kWidenedColumns) {
                 const int64_t length = std::min(kWidenedColumns, end - k);
-                widen_codes(codes + k * kBand, length * kBand, count >= kPrefetchRows, wide);
+                widen_codes(codes + k * kBand, length * kBand, prefetches(count, kPrefetchRows), wide);
                 multiply_band<Wide>(x + k, x_step, count, wide, length, k == begin, sums, kBand);
             }
             put_scaled(sums, count, w, band, g, c, c_step);

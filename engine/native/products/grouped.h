@@ -33,6 +33,7 @@ constexpr int kGroupedRows = 3;  // of 16 registers: a sum of the group for each
 constexpr int kGroupedRows = 2;  // of 16 registers
 #endif
 constexpr int kGroupedVectors = 2;
+constexpr int kPrefetchGroupedRows = 4;  // as kPrefetchRows
 
 // ---- Sums of four products of bytes ---------------------------------------------------------------------
 
@@ -468,25 +469,24 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
                 }
             };
             const int64_t begin = g * w.group;
-            // They are read faster without it where there is little to compute: by a fifth to a half on a Zen 4.
-            const bool prefetches = R > 3 && n == 0;
+            const bool is_prefetched = n == 0 && prefetches(R, kPrefetchGroupedRows);
 #if defined(PENSTOCK_PAIRED_BYTES)
             constexpr bool kIsPaired = R > 1;
             if constexpr (kIsPaired)
-                add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, prefetches);
+                add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, is_prefetched);
 #elif defined(PENSTOCK_HALF_SUMS)
             constexpr bool kIsPaired = true;
             if constexpr (kKind == kNibbles)
-                add_up_nibbles<R>(dot, from + begin, step, p, w.group, prefetches);
+                add_up_nibbles<R>(dot, from + begin, step, p, w.group, is_prefetched);
             else
-                add_up_bytes<R, kKind>(dot, wide, (begin - first * w.group) / 4, p, w, prefetches);
+                add_up_bytes<R, kKind>(dot, wide, (begin - first * w.group) / 4, p, w, is_prefetched);
 #else
             constexpr bool kIsPaired = false;
 #endif
             const int64_t end = kIsPaired ? begin : begin + w.group;
             for (int64_t k = begin; k < end; k += kKind == kBytes ? 4 : 8, p += 4 * kBand) {
                 Words low[V], high[V];
-                if (prefetches)
+                if (is_prefetched)
                     for (std::size_t line = 0; line < 4 * kBand; line += 64)
                         __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
                 for (int j = 0; j < V; ++j) {

@@ -15,6 +15,7 @@
 #include "arm.h"
 #include "tiles.h"
 #include "vectors.h"
+#include "ways.h"
 
 constexpr int64_t kBand = 32;
 // Rows that products may read and write beyond those they are asked for.
@@ -22,8 +23,8 @@ constexpr int64_t kSpare = 32;
 // So much of x and of the band is read in one go: it stays in the caches nearest to the arithmetic.
 constexpr int64_t kBlock = 1024;
 constexpr std::size_t kPrefetchBytes = 8192;
-// From so many rows on the arithmetic hides what prefetching instructions cost. For fewer, the
-// processor's own prefetching of a stream is faster.
+// From so many rows on the arithmetic hides what prefetching instructions cost. For fewer, some
+// processors' own prefetching of a stream is faster: see ways.h.
 constexpr int kPrefetchRows = 5;
 
 // Where one instruction multiplies pairs of bfloat16, and adds both products.
@@ -154,8 +155,9 @@ __attribute__((noinline)) void multiply_tile(const X *x, int64_t x_step, const T
             for (int j = 0; j < kTileVectors; ++j)
                 total[i][j] = kFirst ? Floats{} : load(c + i * c_step + n + j * kLanes);
         const T *p = w + n * group;
+        const bool is_prefetched = n == 0 && prefetches(R, kPrefetchRows);
         for (int64_t k = 0; k < length; k += group, p += step) {
-            if (R >= kPrefetchRows && n == 0)
+            if (is_prefetched)
                 for (std::size_t line = 0; line < step * sizeof(T); line += 64)
                     __builtin_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + line, 0,
                                        2);

@@ -122,6 +122,7 @@ extern "C" int64_t penstock_ways() {
     return ways;
 }
 extern "C" void penstock_refuse(int64_t ways) { refused_ways = ways; }
+extern "C" void penstock_prefetch_for_few(int64_t does) { prefetches_for_few = does; }
 
 // See trial.h.
 extern "C" double penstock_try(const Linear *linear, const float *x, int64_t rows, float *y) {

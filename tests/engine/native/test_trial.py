@@ -63,6 +63,19 @@ def test_tiles_that_are_slower_than_vectors_are_timed_once_and_not_used(
     assert "as long as vectors" not in caplog.text
 
 
+def test_whether_to_prefetch_for_few_rows_is_timed_once_on_a_machine(
+    checkpoint: Path, own_cache: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    logits = []
+    for num_timed in (1, 0):
+        caplog.clear()
+        logits.append(_logits(_native(checkpoint)))
+        said = [each for each in caplog.records if "with prefetching" in each.message]
+        assert len(said) == num_timed
+    assert torch.equal(*logits)
+
+
 @pytest.mark.slow
 def test_tiles_that_multiply_wrongly_are_refused_and_the_rest_is_right(
     checkpoint: Path, own_cache: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
