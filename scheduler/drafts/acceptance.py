@@ -6,6 +6,8 @@ from penstock.scheduler.drafts.sources import MOST_MATCH
 NUM_POSITIONS = 8
 # Of what was seen, a later draft leaves this: some fifty drafts are remembered.
 _MEMORY = 0.98
+# So many drafts weigh as much as what is supposed of the first one, and of one after another.
+_SUPPOSED, _FIRST = 2.0, 0.5
 # So many of a request's own drafts weigh as much as what is known of all.
 _PRIOR = 2.0
 _REQUEST_MEMORY = 0.9
@@ -15,20 +17,25 @@ _MOST = 0.98
 
 class Rates:
     """Those of all drafts of one source and length of match: of a draft at each position, if those
-    before it were accepted."""
+    before it were accepted. One that was seldom tried is supposed to be as good as the one before
+    it."""
 
     def __init__(self) -> None:
-        self._tried = [2.0] * NUM_POSITIONS
-        self._accepted = [1.0] * NUM_POSITIONS
+        self._tried = [0.0] * NUM_POSITIONS
+        self._accepted = [0.0] * NUM_POSITIONS
+        self._rates = [_FIRST] * NUM_POSITIONS
 
     def __getitem__(self, position: int) -> float:
-        at = position if position < NUM_POSITIONS else NUM_POSITIONS - 1
-        return self._accepted[at] / self._tried[at]
+        return self._rates[position if position < NUM_POSITIONS else NUM_POSITIONS - 1]
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         for at in range(min(num_drafts, num_accepted + 1, NUM_POSITIONS)):
             self._tried[at] = _MEMORY * self._tried[at] + 1.0
             self._accepted[at] = _MEMORY * self._accepted[at] + (at < num_accepted)
+        before = _FIRST
+        for at, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
+            before = (accepted + _SUPPOSED * before) / (tried + _SUPPOSED)
+            self._rates[at] = before
 
 
 class RequestRate:
