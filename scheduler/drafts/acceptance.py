@@ -24,6 +24,14 @@ class Rates:
         self._tried = [0.0] * NUM_POSITIONS
         self._accepted = [0.0] * NUM_POSITIONS
         self._rates = [_FIRST] * NUM_POSITIONS
+        self._expected: dict[int, float] = {}
+
+    def expected(self, num_drafts: int) -> float:
+        """Accepted ones of a row with so many."""
+        known = self._expected.get(num_drafts)
+        if known is None:
+            known = self._expected[num_drafts] = sum(chances(self, 1.0, num_drafts))
+        return known
 
     def __getitem__(self, position: int) -> float:
         return self._rates[position if position < NUM_POSITIONS else NUM_POSITIONS - 1]
@@ -32,6 +40,7 @@ class Rates:
         for at in range(min(num_drafts, num_accepted + 1, NUM_POSITIONS)):
             self._tried[at] = _MEMORY * self._tried[at] + 1.0
             self._accepted[at] = _MEMORY * self._accepted[at] + (at < num_accepted)
+        self._expected.clear()
         before = _FIRST
         for at, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
             before = (accepted + _SUPPOSED * before) / (tried + _SUPPOSED)

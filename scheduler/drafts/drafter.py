@@ -16,6 +16,9 @@ from penstock.scheduler.drafts.sources import Grammar, Prediction, Source
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
 
+# A draft is to give so many times the tokens that its time is worth: prices are of a fit, which is
+# even where tiles of products make steps.
+_MARGIN = 1.2
 # After so many tokens without a draft one is tried that is not worth its time: it might be by now.
 _PROBE_EVERY = 128
 
@@ -73,7 +76,7 @@ class Drafter:
             if offer is None or not num:
                 drafts.append(())
                 continue
-            expected = sum(chances(offer.rates, 1.0, num))
+            expected = offer.rates.expected(num)
             self._verified[sequence] = _Drafted(offer.source, offer.rates, num, expected)
             drafts.append(tuple(offer.token_ids[:num]))
         return drafts
@@ -108,21 +111,23 @@ class Drafter:
     def _best_offer(self, sequence: Sequence, most: int) -> _Offer | None:
         if most < 1:
             return None
-        best = None
+        best, most_expected = None, 0.0
         for source in self._sources:
             found = source.find(sequence)
             if found is None:
                 continue
-            text, at, match = found
-            token_ids = text[at : at + most]
-            rates = self._acceptance.rates(source.name, match)
-            rate = self._rate_of.get(sequence)
-            if rate is None:
-                rate = self._rate_of[sequence] = RequestRate()
-            of_source = chances(rates, rate.factor, len(token_ids))
-            if best is None or sum(of_source) > sum(best.chances):
-                best = _Offer(source.name, rates, token_ids, of_source)
-        return best
+            rates = self._acceptance.rates(source.name, found.match)
+            expected = rates.expected(min(most, len(found.text) - found.at))
+            if expected > most_expected:
+                best, most_expected = (source.name, rates, found), expected
+        if best is None:
+            return None
+        name, rates, (text, at, _) = best
+        rate = self._rate_of.get(sequence)
+        if rate is None:
+            rate = self._rate_of[sequence] = RequestRate()
+        token_ids = text[at : at + most]
+        return _Offer(name, rates, token_ids, chances(rates, rate.factor, len(token_ids)))
 
     def _worth_while(
         self, decodes: Items[Sequence], offers: Items[_Offer | None], most: int
@@ -142,7 +147,7 @@ class Drafter:
         )
         expected = float(num_tokens)
         for chance, _, row in ranked[:most]:
-            if chance * step_s <= draft_s * expected:
+            if chance * step_s <= _MARGIN * draft_s * expected:
                 break
             nums[row] += 1
             expected += chance
