@@ -1,20 +1,30 @@
 """Answers with drafts are those without, to the last bit."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import (
+    AdapterSource,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    LoraConfig,
+    Quantization,
+)
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
 from penstock.scheduler.types import Request, RequestOutput, SamplingParams, TokenLogprobs
+from tests.support.adapters import save_adapter
 from tests.support.compiler import needs_compiler
 from tests.support.drafting import EveryDraft, Oracle
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.tiny_models import engine_config, make_model, save
 
 pytestmark = [
     needs_compiler,
@@ -153,3 +163,62 @@ def test_what_a_grammar_forces_is_drafted_and_changes_nothing() -> None:
     assert _answers(requests, _engine(drafter=drafter).run(requests)) == expected
     (grammar,) = drafter.stats
     assert grammar.num_draft_tokens_total > 50 and grammar.num_accepted_tokens > 10
+
+
+def _tiny(path: Path, family: str, **changes: Any) -> tuple[EngineConfig, Any]:
+    """A model of random weights, and the same in transformers."""
+    model = make_model(family)
+    settings: dict[str, Any] = {"dtype": Dtype.BFLOAT16, "block_size": 16, "max_model_len": 128}
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    return engine_config(save(model, path), scheduler=scheduler, **settings, **changes), model
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        ("mistral_window", {}),
+        ("gemma3", {}),
+        ("qwen3_moe", {}),
+        ("llama_biases", {"kv_cache_dtype": KVCacheDtype.INT8}),
+        ("qwen3", {"quantization": Quantization.INT4}),
+        ("qwen3", {"quantization": Quantization.INT8, "num_threads": 2}),
+    ],
+)
+def test_families_and_formats_answer_with_drafts_what_they_answer_without(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config, _ = _tiny(tmp_path, family, **changes)
+    sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=4, num_logprobs=2)
+    requests = [
+        replace(make_request(str(i), prompt), sampling=sampling, n=2)
+        for i, prompt in enumerate([[5, 6, 7], [3, 9] * 20, list(range(3, 60))])
+    ]
+    expected = _answers(requests, SteppedEngine(config).run(requests))
+    for share in (0.6, 1.0):
+        drafter = EveryDraft([_oracle(requests, expected, share)], most=6)
+        found = _answers(requests, SteppedEngine(config, drafter=drafter).run(requests))
+        assert found == expected
+        assert drafter.stats[-1].num_accepted_tokens > 20
+
+
+def test_an_adapters_answers_are_the_same_beside_those_of_the_base_model(tmp_path: Path) -> None:
+    path = tmp_path / "adapter"
+    config, model = _tiny(tmp_path / "model", "qwen3")
+    source = AdapterSource(name="a", path=str(save_adapter(model, path, size=0.5)))
+    config = replace(config, lora=LoraConfig(adapters=(source,)))
+
+    def run(drafter: EveryDraft | None) -> Answers:
+        engine = SteppedEngine(config, drafter=drafter)
+        assert engine.executor.adapters is not None
+        loaded = engine.executor.adapters.load(source).result()
+        requests[0] = replace(requests[0], adapter=loaded.id)
+        return _answers(requests, engine.run(requests))
+
+    sampling = SamplingParams(max_tokens=30, temperature=0.0, num_logprobs=1)
+    prompts = [list(range(3, 20)), list(range(4, 30))]
+    requests = [replace(make_request("r", prompt), sampling=sampling) for prompt in prompts]
+    expected = run(None)
+    drafter = EveryDraft([_oracle(requests, expected, 0.7)], most=5)
+    assert run(drafter) == expected
+    assert drafter.stats[-1].num_accepted_tokens > 10
