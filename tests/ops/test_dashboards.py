@@ -59,6 +59,7 @@ _NOT_SHOWN = {
     "penstock_request_max_tokens": "generated tokens are shown; vLLM's dashboards use it",
     "penstock_request_preemptions": "preemptions are shown; vLLM's dashboards use it",
     "penstock_step_progress_tokens": "step_tokens is shown; vLLM's dashboards use it",
+    "penstock_spec_decode_accepted_tokens_per_pos": "all positions are shown; vLLM has it",
     "penstock_kv_cache_usage_ratio": "the blocks it is made of are shown",
     "penstock_invalid_logits": "0 unless a checkpoint is damaged; the outcome `failed` is shown",
     "penstock_resumed_requests": "restarts are shown; what became of them, the outcomes tell",
@@ -143,7 +144,8 @@ def test_every_exported_metric_is_shown_or_deliberately_omitted(scene: Scene) ->
         if family.name.startswith("penstock_")
         and not shown & {sample.name for sample in family.samples}
     }
-    assert missing == set(_NOT_SHOWN)
+    # Beside other programs, and for a page that says why MBU is what it is.
+    assert missing - {"penstock_measured_peaks_are_doubtful"} == set(_NOT_SHOWN)
 
 
 def test_the_load_caused_preemptions_cache_hits_and_disconnects(scene: Scene) -> None:

@@ -316,6 +316,10 @@ def _latency() -> list[Panel]:
 
 
 def _throughput() -> list[Panel]:
+    accepted, drafts, rows = (
+        _rate(f"spec_decode_{name}_total", by="source")
+        for name in ("accepted_tokens", "draft_tokens", "drafts")
+    )
     return [
         timeseries(
             "Tokens per second",
@@ -344,6 +348,19 @@ def _throughput() -> list[Panel]:
             Query(_rate("http_responses_total", by="status"), "{{status}}"),
             is_stacked=True,
             colors=_STATUS_COLORS,
+        ),
+        timeseries(
+            "Drafts accepted, by source",
+            "Share of the verified drafts of next tokens that were accepted, by where they were "
+            "found: what a step gives without another.",
+            "percentunit",
+            Query(f"{accepted} / ({drafts} > 0)", "{{source}}"),
+        ),
+        timeseries(
+            "Tokens per row with drafts, by source",
+            "Output tokens of a row of a step that had drafts: 1 where none was accepted.",
+            "short",
+            Query(f"1 + {accepted} / ({rows} > 0)", "{{source}}"),
         ),
     ]
 
