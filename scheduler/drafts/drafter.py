@@ -18,7 +18,7 @@ from penstock.scheduler.step_model.live import LiveStepModel
 
 # A draft is to give so many times the tokens that its time is worth: prices are of a fit, which is
 # even where tiles of products make steps.
-_MARGIN = 1.2
+_MARGIN = 1.5
 # After so many tokens without a draft one is tried that is not worth its time: it might be by now.
 _PROBE_EVERY = 128
 
