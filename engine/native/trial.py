@@ -53,7 +53,7 @@ def try_products(library: ctypes.CDLL, layers: Sequence[Packable], dtype: torch.
     library.penstock_try.restype = ctypes.c_double
     refused = 0
     _refuse(library, refused)
-    samples = [_Sample(library, layer, dtype, _NUM_OUTPUTS) for layer in layers]
+    samples = [_Sample(library, each, dtype, _NUM_OUTPUTS, is_compared=True) for each in layers]
     while wrong := next((sample for sample in samples if not sample.is_right()), None):
         if not (ways := library.penstock_ways()):
             raise WrongProducts(wrong.weight_format)
@@ -144,8 +144,15 @@ class _Sample:
     """The first rows of a layer, packed in memory of their own."""
 
     def __init__(
-        self, library: ctypes.CDLL, layer: Packable, dtype: torch.dtype, num_outputs: int
+        self,
+        library: ctypes.CDLL,
+        layer: Packable,
+        dtype: torch.dtype,
+        num_outputs: int,
+        *,
+        is_compared: bool = False,
     ) -> None:
+        """is_compared: with torch, else it is only timed."""
         self.weight_format = layer.weight_format
         self.has_codes = isinstance(layer, GroupedLinear)
         part = layer.rows(0, min(num_outputs, layer.out_features))
@@ -158,7 +165,7 @@ class _Sample:
         self._library = library
         self._shape = part.out_features, part.in_features  # before it is packed
         self._weight: Tensor | None = None
-        if num_outputs == _NUM_OUTPUTS:  # to be compared
+        if is_compared:
             self._weight = torch.empty(self._shape)
             part.write_weight(self._weight)
         self._packer = Packer(library, dtype)

@@ -99,7 +99,14 @@ class _Speculative(msgspec.Struct, forbid_unknown_fields=True):
 
 def speculative_config(text: str) -> SpeculativeConfig:
     """vLLM's JSON: for argparse's `type`."""
-    return SpeculativeConfig(**msgspec.structs.asdict(_decoded(text, _Speculative)))
+    try:
+        found = _decoded(text, _Speculative)
+    except argparse.ArgumentTypeError as error:
+        hint = (
+            "method is ngram or suffix, and num_speculative_tokens 0 to 64; there is no other key"
+        )
+        raise argparse.ArgumentTypeError(f"{error}; {hint}") from None
+    return SpeculativeConfig(**msgspec.structs.asdict(found))
 
 
 def lora_module(text: str) -> AdapterSource:

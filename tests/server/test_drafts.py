@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL
-from tests.support.serving import MODEL, RunningServer
+from tests.support.serving import MODEL, RunningServer, ready
 
 pytestmark = needs_compiler
 
@@ -48,16 +48,11 @@ def _serve(*flags: str) -> RunningServer:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[RunningServer, RunningServer]]:
+def servers() -> Iterator[tuple[RunningServer, ...]]:
     """One with drafts, one without."""
-    pair = _serve(), _serve("--speculative-config", '{"num_speculative_tokens": 0}')
-    try:
-        for server in pair:
-            server.wait_until_ready()
-        yield pair
-    finally:
-        for server in pair:
-            server.stop()
+    without = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    with ready(_serve(), _serve(*without)) as both:
+        yield both
 
 
 def _answer(server: RunningServer, **fields: Any) -> dict[str, Any]:
@@ -69,7 +64,7 @@ def _answer(server: RunningServer, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_answers_usage_and_logprobs_are_the_same(
-    servers: tuple[RunningServer, RunningServer], name: str
+    servers: tuple[RunningServer, ...], name: str
 ) -> None:
     drafted, plain = servers
     expected = _answer(plain, **BODIES[name])
@@ -81,14 +76,10 @@ def test_answers_usage_and_logprobs_are_the_same(
 
 
 def test_drafts_are_counted_by_source_and_under_vllms_names() -> None:
-    server = _serve("--metrics-alias", "vllm")
-    try:
-        server.wait_until_ready()
+    with ready(_serve("--metrics-alias", "vllm")) as (server,):
         for _ in range(2):
             server.complete(**BODIES["repeats"])
         text = server.get("/metrics").text
-    finally:
-        server.stop()
     counts: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
@@ -102,7 +93,7 @@ def test_drafts_are_counted_by_source_and_under_vllms_names() -> None:
 
 
 def test_a_prediction_is_a_source_of_drafts_and_of_nothing_else(
-    servers: tuple[RunningServer, RunningServer],
+    servers: tuple[RunningServer, ...],
 ) -> None:
     drafted, plain = servers
     fields = {"temperature": 0, "max_tokens": 60}
@@ -134,7 +125,7 @@ def test_a_prediction_is_a_source_of_drafts_and_of_nothing_else(
     ],
 )
 def test_a_prediction_that_is_none_is_refused(
-    servers: tuple[RunningServer, RunningServer], prediction: Any, param: str
+    servers: tuple[RunningServer, ...], prediction: Any, param: str
 ) -> None:
     response = servers[0].chat(prediction=prediction)
     assert response.status_code == 400, response.text
@@ -144,7 +135,7 @@ def test_a_prediction_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-config", '{"method": "eagle"}'), "eagle"),
+        (("--speculative-config", '{"method": "eagle"}'), "method is ngram or suffix"),
         (("--speculative-config", '{"model": "x"}'), "model"),
         (
             ("--speculative-config", '{"method": "ngram"}', "--tensor-parallel-size", "2"),

@@ -126,6 +126,18 @@ def running_server(
         server.stop()
 
 
+@contextlib.contextmanager
+def ready(*servers: RunningServer) -> Iterator[tuple[RunningServer, ...]]:
+    """Those that were started together, once all of them are ready; stops them."""
+    try:
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
 def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():

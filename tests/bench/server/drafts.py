@@ -17,13 +17,12 @@ import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from tests.support.serving import RunningServer
+from tests.support.serving import RunningServer, ready
 
 _NAME, _NUM_TOKENS = "model", 96
 _TEXT = """\
@@ -125,20 +124,6 @@ def _tokens_per_s(server: RunningServer, ask: Ask, streams: int, first: int) -> 
     return (server.metric("generated_tokens_total") - before) / seconds, digest
 
 
-@contextmanager
-def _both(model: str, flags: list[str]) -> Iterator[tuple[RunningServer, RunningServer]]:
-    none = ("--speculative-config", '{"num_speculative_tokens": 0}')
-    shared = (model, "--served-model-name", _NAME, *flags)
-    servers = RunningServer(*shared, *none), RunningServer(*shared)
-    try:
-        for server in servers:
-            server.wait_until_ready()
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,7 +134,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options, flags = parser.parse_known_args(argv)
     differ = False
-    with _both(options.model, flags) as servers:
+    none = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    shared = (options.model, "--served-model-name", _NAME, *flags)
+    with ready(RunningServer(*shared, *none), RunningServer(*shared)) as servers:
         print("| case | streams | without | with | ratio | its range | same answers |")
         print("|---|---:|---:|---:|---:|---|---|")
         for name in options.cases:
