@@ -32,6 +32,7 @@ from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.drafts.drafter import Drafter
+from penstock.scheduler.drafts.placing import place_drafts
 from penstock.scheduler.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -205,8 +206,8 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         outputs, failures = StepOutputs(), batch.failures(sampled)
         self._append_tokens(batch, sampled, failures, outputs)
-        if sampled.forced:
-            self._force(batch, sampled.forced)
+        if sampled.forced and self._drafter is not None:
+            self._drafter.force(batch.sampling, sampled.forced)
         self._waiting.charge_outputs(batch.sampling)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
@@ -362,42 +363,17 @@ class Scheduler:
             add_start(position)
         batch.num_tokens = [1] * len(ready)
         if self._drafter is not None and ready and not (self._prefilling or len(self._waiting)):
-            self._draft(self._drafter, batch, ready)
+            most = self._config.max_step_tokens - len(ready)
+            batch.drafts = place_drafts(
+                self._drafter, self._kv, ready, self.num_running, most, batch.table_updates
+            )
+            if batch.drafts:
+                batch.num_tokens = [1 + len(drafts) for drafts in batch.drafts]
         batch.samples = [True] * len(ready)
         batch.sampling = ready
         batch.num_decodes = len(ready)
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
-
-    def _draft(self, drafter: Drafter, batch: Batch, decodes: list[Sequence]) -> None:
-        """Gives decodes drafts. They take blocks that nobody needs: a step's after this one is not
-        to preempt because of them."""
-        size, num_spare = self._kv.block_size, self._kv.num_available - self.num_running
-        if self._kv.has_windows:
-            num_spare = 0  # a sequence holds no more there than it was admitted for
-        limits = []
-        for sequence in decodes:
-            most = sequence.max_length - len(sequence.token_ids) - 1
-            num_owned = self._kv.num_owned(sequence) * size - sequence.num_computed
-            limits.append(min(most, num_owned + max(0, num_spare) * size))
-        num_left = self._config.max_step_tokens - len(decodes)
-        all_drafts = drafter.propose(decodes, limits, num_left)
-        if not any(all_drafts):
-            return
-        kept = []
-        for sequence, drafts in zip(decodes, all_drafts, strict=True):
-            end = sequence.num_computed + len(drafts)
-            num_new = -(-end // size) - self._kv.num_owned(sequence)
-            if num_new > 0:
-                if num_new > num_spare:  # others have had the last ones
-                    drafter.drop(sequence)
-                    drafts = ()
-                else:
-                    num_spare -= num_new
-                    self._kv.grow(sequence, end, batch.table_updates)
-            kept.append(drafts)
-        batch.drafts = tuple(kept)
-        batch.num_tokens = [1 + len(drafts) for drafts in kept]
 
     def _cohort(self, candidates: list[Sequence]) -> list[Sequence]:
         """Those of this step, where several stages compute different steps at the same time.
@@ -616,8 +592,8 @@ class Scheduler:
         num_rows = len(sampled.token_ids)
         entries = sampled.logprobs or repeat(None, num_rows)
         following: Iterable[FurtherTokens | None] = repeat(None, num_rows)
-        if batch.drafts:
-            self._judge(batch, sampled)
+        if batch.drafts and self._drafter is not None:
+            self._drafter.judge_rows(batch.sampling, batch.drafts, sampled.further)
             following = map(sampled.further.get, range(num_rows))
         rows = zip(batch.sampling, sampled.token_ids, entries, following, strict=True)
         # Looked up once: this loop is most of what a step costs.
@@ -653,15 +629,6 @@ class Scheduler:
             add_token(token_id)
             add_num_cached(sequence.num_cached_tokens)
 
-    def _force(self, batch: Batch, forced: Mapping[int, Items[int]]) -> None:
-        """Tells the drafter what the grammars of sequences have next."""
-        if self._drafter is None:
-            return
-        for row, token_ids in forced.items():
-            sequence = batch.sampling[row]
-            if sequence.is_running:
-                self._drafter.force(sequence, token_ids)
-
     def _append_further(
         self,
         sequence: Sequence,
@@ -689,15 +656,6 @@ class Scheduler:
         logprobs = None if entry is None else [entry, *(further.logprobs or ())][: len(new)]
         end = None if finish is None else self._end(sequence, *finish)
         return output_of(sequence, new, logprobs, end)
-
-    def _judge(self, batch: Batch, sampled: SampledTokens) -> None:
-        """Tells the drafter how many of its drafts were accepted."""
-        assert self._drafter is not None
-        for row, (sequence, drafts) in enumerate(zip(batch.sampling, batch.drafts, strict=False)):
-            if drafts:
-                further = sampled.further.get(row)
-                num_accepted = len(further.token_ids) if further else 0
-                self._drafter.judge(sequence, num_accepted)
 
     # How a sequence leaves.
 

@@ -6,6 +6,7 @@ than the step does without it: so at many streams, where each token costs its sh
 few are taken, and without repetition none. Sources are compared, and the best is taken.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from penstock.scheduler.drafts.prices import DraftPrices
 from penstock.scheduler.drafts.sources import Grammar, Prediction, Source
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
+from penstock.scheduler.types import FurtherTokens
 
 # A draft is to give so many times the tokens that its time is worth: prices are of a fit, which is
 # even where tiles of products make steps.
@@ -55,9 +57,11 @@ class Drafter:
         self._num_since_probe = 0
         self._stats = {source.name: DraftStats(source.name) for source in self._sources}
 
-    def force(self, sequence: Sequence, token_ids: Items[int]) -> None:
-        """Its grammar has these ids next."""
-        self._grammar.force(sequence, token_ids)
+    def force(self, sequences: Items[Sequence], forced: Mapping[int, Items[int]]) -> None:
+        """The grammars of sequences have these ids next. forced: by row."""
+        for row, token_ids in forced.items():
+            if sequences[row].is_running:
+                self._grammar.force(sequences[row], token_ids)
 
     def propose(
         self, decodes: Items[Sequence], limits: Items[int], most_of_all: int
@@ -80,6 +84,19 @@ class Drafter:
             self._verified[sequence] = _Drafted(offer.source, offer.rates, num, expected)
             drafts.append(tuple(offer.token_ids[:num]))
         return drafts
+
+    def judge_rows(
+        self,
+        sequences: Items[Sequence],
+        drafts: Items[Items[int]],
+        further: Mapping[int, FurtherTokens],
+    ) -> None:
+        """Of a step's drafts. sequences: of all rows that sampled, those with drafts first."""
+        for row, of_row in enumerate(drafts):
+            if of_row:
+                accepted = further.get(row)
+                num_accepted = len(accepted.token_ids) if accepted else 0
+                self.judge(sequences[row], num_accepted)
 
     def judge(self, sequence: Sequence, num_accepted: int) -> None:
         """Of the drafts that were verified last."""
