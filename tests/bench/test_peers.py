@@ -195,6 +195,10 @@ def test_int8_and_int4_compare_vllm_and_penstock_with_the_same_checkpoint(tmp_pa
     assert [*servers] == ["penstock", FROM_CHECKPOINT, "vllm", "llama"]
     assert "{model} --port {port}" in servers["penstock"]
     assert servers["penstock"].endswith("--quantization int4")
+    plain = ["--speculative-config", '{"num_speculative_tokens": 0}']
+    for own in ("penstock", FROM_CHECKPOINT):
+        words = shlex.split(servers[own])
+        assert words[words.index(plain[0]) :][:2] == plain
     model = str(tmp_path / "models" / "135m-w4a16")
     assert model in servers["vllm"] and model in servers[FROM_CHECKPOINT]
     assert "--quantization" not in servers[FROM_CHECKPOINT]

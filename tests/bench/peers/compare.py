@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import CalledProcessError
 
 from penstock.scheduler.errors import PenstockError
+from tests.bench.in_turns.table import PENSTOCK
 from tests.bench.peers.install import PEERS, install
 from tests.bench.peers.models import (
     CHECKPOINTS,
@@ -30,6 +31,8 @@ _MAX_SEQS = 32
 _LLAMA_CONTEXT = _MAX_SEQS * 4096
 _KV_GIB = 2
 _READY_S = 1800  # vLLM compiles at its first start, for minutes even on a quiet machine
+# Random weights repeat themselves, which no peer's default makes use of, so ours does not either.
+_PLAIN = """--speculative-config '{"num_speculative_tokens": 0}'"""
 _QUIET = "HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1"
 
 
@@ -178,11 +181,12 @@ def comparison(
     servers = commands(files, into, cores, has_bf16=has_bf16())
     flags = ["--model", str(files.model), "--threads", str(threads)]
     flags += ["--ready-timeout", str(_READY_S)]
-    if weights != "bf16":
-        own = f"{sys.executable} -m penstock serve %s --port {{port}} --num-threads {{threads}}"
-        flags += ["--server", f"penstock={own % '{model}'} --quantization {weights}"]
-        if not {*_TAKE_CHECKPOINTS}.isdisjoint(peers):
-            flags += ["--server", f"{FROM_CHECKPOINT}={own % files.checkpoint}"]
+    own = f"{sys.executable} -m penstock serve %s --port {{port}} --num-threads {{threads}}"
+    own += f" {_PLAIN}"
+    quantized = "" if weights == "bf16" else f" --quantization {weights}"
+    flags += ["--server", f"{PENSTOCK}={own % '{model}'}{quantized}"]
+    if quantized and not {*_TAKE_CHECKPOINTS}.isdisjoint(peers):
+        flags += ["--server", f"{FROM_CHECKPOINT}={own % files.checkpoint}"]
     for peer in peers:
         flags += ["--server", f"{peer}={servers[peer]}"]
     return ["tests.bench.in_turns", *flags, *more]
