@@ -17,14 +17,15 @@ from penstock.engine.config import (
 )
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
-from penstock.scheduler.types import Request, RequestOutput, SamplingParams, TokenLogprobs
+from penstock.scheduler.types import Request, SamplingParams
 from tests.support.adapters import save_adapter
 from tests.support.compiler import needs_compiler
 from tests.support.drafting import EveryDraft, Oracle
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
-from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
+from tests.support.ways import WAYS, Answers, answers_of, requests_of
 
 pytestmark = [
     needs_compiler,
@@ -32,23 +33,6 @@ pytestmark = [
         not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
     ),
 ]
-
-PROMPTS = [[1, 403, 407, 261], [1, 410, 411, 412, 413, 414], [1, 300] * 12, list(range(1, 40))]
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "logprobs": {"temperature": 0.0, "num_logprobs": 3},
-    "drawn": {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "num_logprobs": 1},
-    "penalties": {
-        "temperature": 0.7,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.3,
-        "num_logprobs": 0,
-    },
-    "banned": {"temperature": 0.8, "min_tokens": 20, "bad_words": ((403, 407), (261,))},
-    "biased": {"temperature": 0.8, "logit_bias": ((300, 4.0), (12, -9.0)), "min_p": 0.02},
-    "grammar": {"temperature": 1.0, "grammar": LLMatcher.grammar_from_regex("[a-f ]{9,60}")},
-}
 
 
 def _engine(**options: Any) -> SteppedEngine:
@@ -62,30 +46,6 @@ def _engine(**options: Any) -> SteppedEngine:
     return SteppedEngine(config, **options)
 
 
-def _requests(way: dict[str, Any], n: int = 1) -> list[Request]:
-    sampling = SamplingParams(max_tokens=60, stop_token_ids=(2,), seed=11, **way)
-    return [
-        replace(make_request(str(i), prompt), sampling=sampling, n=n)
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
-Answers = dict[tuple[tuple[int, ...], int], tuple[list[int], list[TokenLogprobs], Any]]
-
-
-def _answers(requests: list[Request], outputs: list[list[RequestOutput]]) -> Answers:
-    found: Answers = {}
-    for request, of_request in zip(requests, outputs, strict=True):
-        for index in range(request.n):
-            own = [output for output in of_request if output.index == index]
-            logprobs = [each for output in own for each in output.logprobs or ()]
-            finish = own[-1].finish
-            assert finish is not None
-            reason = finish.reason, finish.stop_token_id
-            found[request.prompt_token_ids, index] = ids_of(own), logprobs, reason
-    return found
-
-
 def _oracle(requests: list[Request], answers: Answers, share: float) -> Oracle:
     oracle = Oracle(share)
     for request in requests:
@@ -97,13 +57,13 @@ def _oracle(requests: list[Request], answers: Answers, share: float) -> Oracle:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_an_oracles_drafts_change_nothing(way: str, share: float) -> None:
-    requests = _requests(WAYS[way], n=2)
+    requests = requests_of(WAYS[way], n=2)
     plain = _engine()
-    expected = _answers(requests, plain.run(requests))
+    expected = answers_of(requests, plain.run(requests))
     oracle = _oracle(requests, expected, share)
     drafter = EveryDraft([oracle], most=7)
     drafted = _engine(drafter=drafter)
-    assert _answers(requests, drafted.run(requests)) == expected
+    assert answers_of(requests, drafted.run(requests)) == expected
     grammar, stats = drafter.stats
     assert (stats.num_drafts_total > 5) and bool(grammar.num_drafts_total) <= (way == "grammar")
     if share == 1.0:
@@ -114,29 +74,29 @@ def test_an_oracles_drafts_change_nothing(way: str, share: float) -> None:
 
 @pytest.mark.parametrize("way", ["greedy", "drawn", "penalties", "grammar"])
 def test_what_was_said_before_changes_nothing_either(way: str) -> None:
-    requests = _requests(WAYS[way])
+    requests = requests_of(WAYS[way])
     plain = _engine()
-    expected = _answers(requests, plain.run(requests))
+    expected = answers_of(requests, plain.run(requests))
     drafter = EveryDraft([OwnText(), FinishedAnswers()], most=5)
     drafted = _engine(drafter=drafter)
     for _ in range(2):
-        assert _answers(requests, drafted.run(requests)) == expected
+        assert answers_of(requests, drafted.run(requests)) == expected
     _, own, finished = drafter.stats
     assert (own.num_drafts_total or way == "penalties") and finished.num_accepted_tokens > 20
 
 
 def test_nor_do_they_where_blocks_are_short_and_sequences_preempted() -> None:
-    requests = _requests(WAYS["drawn"])
-    expected = _answers(requests, _engine().run(requests))
+    requests = requests_of(WAYS["drawn"])
+    expected = answers_of(requests, _engine().run(requests))
     oracle = _oracle(requests, expected, 0.7)
     drafted = _engine(drafter=EveryDraft([oracle], most=7), num_blocks=9)
-    assert _answers(requests, drafted.run(requests)) == expected
+    assert answers_of(requests, drafted.run(requests)) == expected
     assert drafted.scheduler.stats().preemptions_total
 
 
 def test_blocks_of_accepted_drafts_alone_are_found_again() -> None:
-    requests = _requests(WAYS["greedy"])
-    expected = _answers(requests, _engine().run(requests))
+    requests = requests_of(WAYS["greedy"])
+    expected = answers_of(requests, _engine().run(requests))
     oracle = _oracle(requests, expected, 0.6)
     drafted = _engine(drafter=EveryDraft([oracle], most=7))
     drafted.run(requests)
@@ -150,17 +110,19 @@ def test_blocks_of_accepted_drafts_alone_are_found_again() -> None:
         if len(ids) == 60
     ]
     drafted.scheduler._drafter = None
-    assert again and _answers(again, drafted.run(again)) == _answers(again, _engine().run(again))
+    assert again and answers_of(again, drafted.run(again)) == answers_of(
+        again, _engine().run(again)
+    )
 
 
 def test_what_a_grammar_forces_is_drafted_and_changes_nothing() -> None:
     keys = LLMatcher.grammar_from_regex(
         '(\\{"the width of it": [0-9], "the height": [0-9]\\}\n){3}'
     )
-    requests = _requests({"temperature": 1.0, "grammar": keys, "num_logprobs": 1})
-    expected = _answers(requests, _engine().run(requests))
+    requests = requests_of({"temperature": 1.0, "grammar": keys, "num_logprobs": 1})
+    expected = answers_of(requests, _engine().run(requests))
     drafter = EveryDraft([], most=7)
-    assert _answers(requests, _engine(drafter=drafter).run(requests)) == expected
+    assert answers_of(requests, _engine(drafter=drafter).run(requests)) == expected
     (grammar,) = drafter.stats
     assert grammar.num_draft_tokens_total > 50 and grammar.num_accepted_tokens > 10
 
@@ -194,10 +156,10 @@ def test_families_and_formats_answer_with_drafts_what_they_answer_without(
         replace(make_request(str(i), prompt), sampling=sampling, n=2)
         for i, prompt in enumerate([[5, 6, 7], [3, 9] * 20, list(range(3, 60))])
     ]
-    expected = _answers(requests, SteppedEngine(config).run(requests))
+    expected = answers_of(requests, SteppedEngine(config).run(requests))
     for share in (0.6, 1.0):
         drafter = EveryDraft([_oracle(requests, expected, share)], most=6)
-        found = _answers(requests, SteppedEngine(config, drafter=drafter).run(requests))
+        found = answers_of(requests, SteppedEngine(config, drafter=drafter).run(requests))
         assert found == expected
         assert drafter.stats[-1].num_accepted_tokens > 20
 
@@ -213,7 +175,7 @@ def test_an_adapters_answers_are_the_same_beside_those_of_the_base_model(tmp_pat
         assert engine.executor.adapters is not None
         loaded = engine.executor.adapters.load(source).result()
         requests[0] = replace(requests[0], adapter=loaded.id)
-        return _answers(requests, engine.run(requests))
+        return answers_of(requests, engine.run(requests))
 
     sampling = SamplingParams(max_tokens=30, temperature=0.0, num_logprobs=1)
     prompts = [list(range(3, 20)), list(range(4, 30))]
