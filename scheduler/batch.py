@@ -50,6 +50,7 @@ class Batch:
         self.num_scored = 0
         self.snapshots: list[StateSnapshot] = []
         self.drafts: tuple[tuple[int, ...], ...] = ()
+        self.wanted_drafts: tuple[int, ...] = ()
 
     def scheduled(self, step: int) -> ScheduledBatch:
         return ScheduledBatch(
@@ -65,6 +66,7 @@ class Batch:
             num_scored=self.num_scored,
             snapshots=tuple(self.snapshots),
             drafts=self.drafts,
+            wanted_drafts=self.wanted_drafts,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:

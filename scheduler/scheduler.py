@@ -178,6 +178,8 @@ class Scheduler:
         if not batch.slots:
             return None
         self._start_decodes()
+        if self._drafter is not None and self._may_draft and batch.num_decodes == len(batch.slots):
+            batch.wanted_drafts = self._drafter.want(batch.sampling)
         self._step += 1
         self._in_flight.append((self._step, batch))
         return batch.scheduled(self._step)
@@ -206,8 +208,8 @@ class Scheduler:
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         outputs, failures = StepOutputs(), batch.failures(sampled)
         self._append_tokens(batch, sampled, failures, outputs)
-        if sampled.forced and self._drafter is not None:
-            self._drafter.force(batch.sampling, sampled.forced)
+        if self._drafter is not None:
+            self._drafter.hear(batch.sampling, sampled)
         self._waiting.charge_outputs(batch.sampling)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
@@ -362,7 +364,7 @@ class Scheduler:
             add_slot(sequence.slot)
             add_start(position)
         batch.num_tokens = [1] * len(ready)
-        if self._drafter is not None and ready and not (self._prefilling or len(self._waiting)):
+        if self._drafter is not None and ready and self._may_draft:
             most = self._config.max_step_tokens - len(ready)
             batch.drafts = place_drafts(
                 self._drafter, self._kv, ready, self.num_running, most, batch.table_updates
@@ -374,6 +376,11 @@ class Scheduler:
         batch.num_decodes = len(ready)
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
+
+    @property
+    def _may_draft(self) -> bool:
+        """No prompt waits for its turn, whose time drafts would take."""
+        return not (self._prefilling or len(self._waiting))
 
     def _cohort(self, candidates: list[Sequence]) -> list[Sequence]:
         """Those of this step, where several stages compute different steps at the same time.

@@ -188,6 +188,8 @@ class ScheduledBatch(NamedTuple):
     drafts: of each decode, ids that may come next, which its row runs after the last known token;
     empty where no decode has any. The row samples after each of its tokens for as long as what it
     has sampled is the draft that follows, so that its ids are those of rows of one token.
+    wanted_drafts: of each row that samples, how many drafts the executor is to propose for the
+    positions after its last new id, once it has sampled; empty where no row is to have any.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
     tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
@@ -205,6 +207,7 @@ class ScheduledBatch(NamedTuple):
     num_scored: int = 0
     snapshots: tuple[StateSnapshot, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
+    wanted_drafts: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -247,6 +250,9 @@ class SampledTokens(NamedTuple):
     computed_s: where a step passes several stages, how long each of them computed it, on average.
     further: by sampling row, of those whose first draft was accepted. forced: by sampling row, ids
     that its grammar has next, where it leaves no choice of text: drafts for the next step.
+    proposed: by sampling row, the drafts that were wanted of the executor, or fewer. proposing_s:
+    what that took, after the step. num_caught_up: tokens known long before that it computed first,
+    for what proposes.
     """
 
     step: int
@@ -259,6 +265,9 @@ class SampledTokens(NamedTuple):
     computed_s: float | None = None
     further: Mapping[int, FurtherTokens] = {}
     forced: Mapping[int, tuple[int, ...]] = {}
+    proposed: Mapping[int, tuple[int, ...]] = {}
+    proposing_s: float = 0.0
+    num_caught_up: int = 0
 
 
 class Finish(NamedTuple):

@@ -165,9 +165,9 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
             "without recurrent layers; leave it out"
         )
     sources: list[Source] = [Prediction(), OwnText()]
-    if wanted.method is DraftMethod.SUFFIX:
+    if wanted.method is not DraftMethod.NGRAM:
         sources.append(FinishedAnswers())
-    return Drafter(sources, wanted.num_speculative_tokens, step_model)
+    return Drafter(sources, wanted.num_speculative_tokens, step_model, info.proposes)
 
 
 def _measurement(info: ModelInfo) -> Callable[[], RatesMeasured | None]:

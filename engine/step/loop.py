@@ -252,6 +252,7 @@ class EngineLoop:
             host_s=host_s,
             predicted_s=launched.predicted_s,
             computed_s=sampled.computed_s,
+            proposing_s=sampled.proposing_s,
         )
         self._send(report)
         self._learn(launched, report.device_s, host_s, was_idle=was_idle)

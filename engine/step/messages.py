@@ -152,7 +152,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     then, without waiting for commands: scheduling, launching, reporting. predicted_s: what
     wait_s and host_s together were expected to be when the step was launched; None as long as
     nothing was known of such steps. computed_s: see `SampledTokens`; the rest of step_s is the
-    pipeline's bubble.
+    pipeline's bubble. proposing_s: see there too; it is a part of wait_s.
     A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
@@ -169,11 +169,12 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     host_s: float = 0.0
     predicted_s: float | None = None
     computed_s: float | None = None
+    proposing_s: float = 0.0
 
     @property
     def device_s(self) -> float:
-        """The part of wait_s in which a stage did not wait for others."""
-        return self.wait_s if self.computed_s is None else self.computed_s
+        """The part of wait_s in which a stage neither waited for others nor proposed drafts."""
+        return (self.wait_s if self.computed_s is None else self.computed_s) - self.proposing_s
 
 
 class RatesMeasured(msgspec.Struct, tag=True, frozen=True):

@@ -84,6 +84,7 @@ class ModelInfo:
     quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
     to launch the next step before it waits for the last one, which costs a step of delay, and gains
     where the device computes while the host schedules. takes_drafts: whether decodes may have any.
+    proposes: what proposes drafts in the executor, as metrics name it; None where nothing does.
     graph_sizes: to which it pads steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
@@ -121,6 +122,7 @@ class ModelInfo:
     quantization: QuantizationInfo | None = None
     runs_ahead: bool = False
     takes_drafts: bool = False
+    proposes: str | None = None
     graph_sizes: GraphSizes = NO_GRAPHS
     more_blocks: tuple[int, ...] = ()
     read_alignment: int = READ_ALIGNMENT

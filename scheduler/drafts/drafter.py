@@ -4,6 +4,9 @@ A draft is worth as many tokens as its chance to be accepted, and costs what it 
 time. Drafts are taken in the order of their chances, for as long as each gives more tokens a second
 than the step does without it: so at many streams, where each token costs its share of a product,
 few are taken, and without repetition none. Sources are compared, and the best is taken.
+
+Where the executor can propose drafts itself, by a model, it is told how many it is to propose after
+a step: the same is asked of these, but what proposing takes is added to what they cost.
 """
 
 from collections.abc import Mapping
@@ -12,15 +15,13 @@ from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
-from penstock.scheduler.drafts.prices import DraftPrices
-from penstock.scheduler.drafts.sources import Grammar, Prediction, Source
+from penstock.scheduler.drafts.prices import MARGIN, DraftPrices
+from penstock.scheduler.drafts.proposals import Proposals
+from penstock.scheduler.drafts.sources import MOST_MATCH, Prediction, Source, Told
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
-from penstock.scheduler.types import FurtherTokens
+from penstock.scheduler.types import FurtherTokens, SampledTokens
 
-# A draft is to give so many times the tokens that its time is worth: prices are of a fit, which is
-# even where tiles of products make steps.
-_MARGIN = 1.5
 # After so many tokens without a draft one is tried that is not worth its time: it might be by now.
 _PROBE_EVERY = 128
 
@@ -45,23 +46,50 @@ class _Drafted(NamedTuple):
 
 class Drafter:
     def __init__(
-        self, sources: Items[Source], most: int, step_model: LiveStepModel | None = None
+        self,
+        sources: Items[Source],
+        most: int,
+        step_model: LiveStepModel | None = None,
+        proposes: str | None = None,
     ) -> None:
         """sources: besides grammars. most: drafts of a row. step_model: predicts what drafts cost;
-        without it, a guess."""
-        self._grammar = Grammar()
-        self._sources, self._most = (self._grammar, *sources), most
+        without it, a guess. proposes: what does in the executor, if anything does."""
+        self._grammar = Told("grammar")
+        self._proposals = None if proposes is None else Proposals(proposes)
+        own = () if self._proposals is None else (self._proposals,)
+        self._sources: tuple[Source, ...] = (self._grammar, *sources, *own)
+        self._most = most
         self._acceptance, self._prices = Acceptance(), DraftPrices(step_model)
         self._rate_of: dict[Sequence, RequestRate] = {}
         self._verified: dict[Sequence, _Drafted] = {}
         self._num_since_probe = 0
         self._stats = {source.name: DraftStats(source.name) for source in self._sources}
 
-    def force(self, sequences: Items[Sequence], forced: Mapping[int, Items[int]]) -> None:
-        """The grammars of sequences have these ids next. forced: by row."""
-        for row, token_ids in forced.items():
+    def hear(self, sequences: Items[Sequence], sampled: SampledTokens) -> None:
+        """What the executor has found for the next step. sequences: of the rows that sampled, which
+        have their new ids."""
+        for row, token_ids in sampled.forced.items():
             if sequences[row].is_running:
-                self._grammar.force(sequences[row], token_ids)
+                self._grammar.tell(sequences[row], token_ids)
+        if self._proposals is not None:
+            self._proposals.hear(sequences, sampled)
+
+    def want(self, sequences: Items[Sequence]) -> tuple[int, ...]:
+        """How many drafts the executor is to propose for each of these, the rows of a step that is
+        about to run; empty for none."""
+        if self._proposals is None:
+            return ()
+        rates = self._acceptance.rates(self._proposals.name, MOST_MATCH)
+        most_expected, rows = rates.expected(self._most), []
+        for sequence in sequences:
+            # After this step's token; and the step that verifies them has a token more than drafts.
+            limit = min(sequence.max_length - len(sequence.token_ids) - 2, self._most)
+            other = self._verified.get(sequence)
+            if other is not None and other.rates.expected(self._most) > most_expected:
+                limit = 0  # its drafts are from a better source, which may well go on
+            rows.append(chances(rates, self._rate(sequence).factor, limit))
+        price = self._prices.of(len(sequences), sum([each.num_computed for each in sequences]))
+        return self._proposals.wanted(sequences, rows, price)
 
     def propose(
         self, decodes: Items[Sequence], limits: Items[int], most_of_all: int
@@ -140,11 +168,18 @@ class Drafter:
         if best is None:
             return None
         name, rates, (text, at, _) = best
+        token_ids = text[at : at + most]
+        found_chances = chances(rates, self._rate(sequence).factor, len(token_ids))
+        own = self._proposals
+        if own is not None and sequence is own.probed and name == own.name:
+            found_chances[0] = 1.0
+        return _Offer(name, rates, token_ids, found_chances)
+
+    def _rate(self, sequence: Sequence) -> RequestRate:
         rate = self._rate_of.get(sequence)
         if rate is None:
             rate = self._rate_of[sequence] = RequestRate()
-        token_ids = text[at : at + most]
-        return _Offer(name, rates, token_ids, chances(rates, rate.factor, len(token_ids)))
+        return rate
 
     def _worth_while(
         self, decodes: Items[Sequence], offers: Items[_Offer | None], most: int
@@ -164,7 +199,7 @@ class Drafter:
         )
         expected = float(num_tokens)
         for chance, _, row in ranked[:most]:
-            if chance * step_s <= _MARGIN * draft_s * expected:
+            if chance * step_s <= MARGIN * draft_s * expected:
                 break
             nums[row] += 1
             expected += chance

@@ -5,6 +5,9 @@ from typing import NamedTuple
 from penstock.scheduler.stats import StepClass, expected_work
 from penstock.scheduler.step_model.live import LiveStepModel
 
+# A draft is to give so many times the tokens that its time is worth: prices are of a fit, which is
+# even where tiles of products make steps.
+MARGIN = 1.5
 # The time of a draft while nothing is known, as a share of that of a step of one sequence.
 _UNKNOWN_SHARE = 0.2
 # No draft is free, whatever was learned of steps that had none.

@@ -89,25 +89,25 @@ class Prediction:
         self._known.pop(sequence, None)
 
 
-class Grammar:
-    """What a grammar has next where it leaves no choice of text, such as the keys of an object. The
-    text may be divided into other tokens than these."""
+class Told:
+    """What the executor has found: what a grammar has next where it leaves no choice of text, such
+    as the keys of an object (the text may be divided into other tokens than these); or what a model
+    proposes."""
 
-    name = "grammar"
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._told: dict[Sequence, tuple[int, list[int]]] = {}
 
-    def __init__(self) -> None:
-        self._forced: dict[Sequence, tuple[int, list[int]]] = {}
-
-    def force(self, sequence: Sequence, token_ids: Items[int]) -> None:
+    def tell(self, sequence: Sequence, token_ids: Items[int]) -> None:
         """These follow its last token."""
-        self._forced[sequence] = len(sequence.token_ids), list(token_ids)
+        self._told[sequence] = len(sequence.token_ids), list(token_ids)
 
     def find(self, sequence: Sequence) -> Found | None:
-        length, token_ids = self._forced.get(sequence, (0, []))
+        length, token_ids = self._told.get(sequence, (0, []))
         return Found(token_ids, 0, MOST_MATCH) if length == len(sequence.token_ids) else None
 
     def end(self, sequence: Sequence) -> None:
-        self._forced.pop(sequence, None)
+        self._told.pop(sequence, None)
 
 
 class FinishedAnswers:

@@ -12,7 +12,7 @@ from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.fairness import FairQueue
 from penstock.scheduler.types import FinishReason, Pooling, Request
-from tests.support.drafting import EveryDraft, Oracle
+from tests.support.drafting import EveryDraft, Oracle, OracleProposer
 from tests.support.scheduling import Driver, make_request, run_alone
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         num_cohorts=st.sampled_from([1, 1, 2, 3]),
         right_drafts=st.sampled_from([None, None, 0.0, 0.5, 1.0]),
+        executor_proposes=st.booleans(),
         data=st.data(),
     )
     def start(
@@ -44,12 +45,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states: int,
         num_cohorts: int,
         right_drafts: float | None,
+        executor_proposes: bool,
         data: st.DataObject,
     ) -> None:
         # A state cannot be gone back to, and drafts follow the last id, which is to be known.
-        self.drafts = None
+        self.drafts: Oracle | None = None
+        drafter, propose = None, None
         if right_drafts is not None and num_cohorts == 1 and not num_states:
-            self.drafts = Oracle(right_drafts)
+            if executor_proposes:
+                self.drafts = propose = OracleProposer(right_drafts)
+                drafter = EveryDraft([], most=5, proposes="model")
+            else:
+                self.drafts = Oracle(right_drafts)
+                drafter = EveryDraft([self.drafts], most=5)
         self.windows, self.num_states = groups, num_states
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
@@ -76,7 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             more_blocks=tuple(sizes[1:]),
             num_states=num_states,
             num_cohorts=num_cohorts,
-            drafter=EveryDraft([self.drafts], most=5) if self.drafts else None,
+            drafter=drafter,
+            propose=propose,
         )
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()

@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
+from penstock.engine.executors.scripted import ScriptedExecutor, Slot
+from penstock.engine.step.executor import CompletedStep, PendingTokens
+from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.drafts.sources import Found
-from penstock.scheduler.types import Request, RequestId
+from penstock.scheduler.types import Request, RequestId, ScheduledBatch
 
 
 class Oracle:
@@ -26,19 +30,70 @@ class Oracle:
         request = replace(sequence.request, id=RequestId(""))
         answer = self._answers[request][sequence.index]
         num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
-        right = answer[num_known:]
-        text = [
+        return Found(self._drafts(answer[num_known:]), 0, 16)
+
+    def _drafts(self, right: list[int]) -> list[int]:
+        return [
             each if self._random.random() < self._share else each + 1
             for each in (*right, *(0 for _ in range(16 - len(right))))
         ]
-        return Found(text, 0, 16)
 
     def end(self, sequence: Sequence) -> None:
         pass
 
 
+class OracleProposer(Oracle):
+    """Proposes the same in a `ProposingExecutor`."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(share)
+        self._answer_of: dict[tuple[object, ...], list[int]] = {}
+
+    def learn(self, request: Request, answers: list[list[int]]) -> None:
+        for index, answer in enumerate(answers):
+            sequence = Sequence(request, index, 0, 0)
+            key = request.prompt_token_ids, request.sampling, sequence.seed
+            self._answer_of[key] = answer
+
+    def __call__(self, slot: Slot, length: int, num: int) -> tuple[int, ...]:
+        num_prompt = slot.num_prompt_tokens
+        prompt = tuple(slot.token_ids[position] for position in range(num_prompt))
+        answer = self._answer_of[prompt, slot.sampling, slot.seed]
+        return tuple(self._drafts(answer[length - num_prompt :])[:num])
+
+
+class ProposingExecutor(ScriptedExecutor):
+    """With an oracle for a draft model."""
+
+    def __init__(self, info: ModelInfo, propose: OracleProposer | None, **options: Any) -> None:
+        """propose: None for a `ScriptedExecutor`."""
+        super().__init__(info, **options)
+        self._propose = propose
+
+    def execute(self, batch: ScheduledBatch) -> PendingTokens:
+        pending = super().execute(batch)
+        if self._propose is None or not batch.wanted_drafts:
+            return pending
+        sampled, proposed = pending.wait(), {}
+        assert batch.num_decodes == len(batch.slots) == len(batch.wanted_drafts)
+        for row, (slot, start, num) in enumerate(
+            zip(batch.slots, batch.starts, batch.wanted_drafts, strict=True)
+        ):
+            further = sampled.further.get(row)
+            length = start + 2 + (len(further.token_ids) if further else 0)
+            if num:
+                proposed[row] = self._propose(self._slots[slot], length, num)
+        return CompletedStep(sampled._replace(proposed=proposed))
+
+
 class EveryDraft(Drafter):
-    """Verifies as many drafts as there may be, whatever they cost."""
+    """Verifies as many drafts as there may be, whatever they cost; and wants as many."""
+
+    def want(self, sequences):  # type: ignore[no-untyped-def]
+        if self._proposals is None:
+            return ()
+        limits = (each.max_length - len(each.token_ids) - 2 for each in sequences)
+        return tuple(max(0, min(limit, self._most)) for limit in limits)
 
     def _worth_while(self, decodes, offers, most):  # type: ignore[no-untyped-def]
         nums = []

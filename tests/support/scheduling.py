@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
-from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
+from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_tier import HostTier
@@ -25,6 +25,7 @@ from penstock.scheduler.types import (
     ScheduledBatch,
     TokenLogprobs,
 )
+from tests.support.drafting import OracleProposer, ProposingExecutor
 
 EOS = 2
 
@@ -107,10 +108,11 @@ class Driver:
         events: KVEvents | None = None,
         num_cohorts: int = 1,
         drafter: Drafter | None = None,
+        propose: OracleProposer | None = None,
     ) -> None:
         """kept: where the pool is, else. windows, more_blocks,
         num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
-        as many steps in flight."""
+        as many steps in flight. propose: for a draft model."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         self.windows = windows
@@ -123,7 +125,9 @@ class Driver:
             more_blocks=more_blocks,
             num_states=num_states,
         )
-        self.executor = ScriptedExecutor(info, paranoid=True, kept=kept, make_tier=make_tier)
+        self.executor = ProposingExecutor(
+            info, propose, paranoid=True, kept=kept, make_tier=make_tier
+        )
         self.tier: DiskTier | None = self.executor.tier  # type: ignore[assignment]
         self.scheduler = Scheduler(
             config,
