@@ -149,6 +149,7 @@ class DraftMethod(StrEnum):
 
     NGRAM = "ngram"  # in the prompt, and in the answer so far
     SUFFIX = "suffix"  # and in answers that have ended, of the same tenant
+    DRAFT_MODEL = "draft_model"  # and what a smaller model proposes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +157,25 @@ class SpeculativeConfig:
     """vLLM's, of --speculative-config.
 
     num_speculative_tokens: the most drafts of a row; a step takes as many as are worth their time.
-    0 for none.
+    0 for none. model: the directory of the model that proposes, with method DRAFT_MODEL.
+    quantization: to what its weights are rounded at load.
     """
 
     method: DraftMethod = DraftMethod.SUFFIX
     num_speculative_tokens: int = 8
+    model: str | None = None
+    quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        has_model = self.model is not None
+        if has_model is not (self.method is DraftMethod.DRAFT_MODEL):
+            raise InvalidConfig('"model" and the method draft_model need each other')
+        if self.quantization and not has_model:
+            raise InvalidConfig('"quantization" is of a draft model, and needs "model"')
+
+    @property
+    def has_model(self) -> bool:
+        return self.model is not None and self.num_speculative_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

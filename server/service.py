@@ -38,6 +38,7 @@ from penstock.server.prompt.model import (
     find_model,
     load_model,
     read_prompt_files,
+    with_draft_model,
 )
 
 logger = logging.getLogger("penstock")
@@ -331,6 +332,7 @@ class Service:
             await download_weights(files.download, self._progress)
         lora = await find_adapters(self.config.engine.lora, self._progress)
         config = replace(self.config.engine, model=str(directory), lora=lora)
+        config = await with_draft_model(config, prompt_files, self._progress)
         engine = self._make_engine(config)
         engine.on_progress(self._progress.on_engine)
         self.metrics.watch(engine)

@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.engine.drafting.proposer import MakeProposer, Proposer, ProposingRow
 from penstock.engine.executors.awaited_ids import AwaitedIds
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.memory.tiers.disk_tier import DiskTier
@@ -38,7 +41,7 @@ _CPU = torch.device("cpu")
 class HostModel(LoadedModel):
     """A model whose steps the host makes. native: the same as model where a step is compiled.
     build_input: as `build_model_input`. draw: see `Sampler`. place: this rank's, among those that
-    compute it."""
+    compute it. make_proposer: None where nothing proposes drafts."""
 
     model: Model
     tier: DiskTier | None = None
@@ -47,6 +50,7 @@ class HostModel(LoadedModel):
     build_input: Callable[[ScheduledBatch, Tensor, Tensor, int], ModelInput] = build_model_input
     draw: Draw | None = None
     place: Membership = field(default_factory=Membership)
+    make_proposer: MakeProposer | None = None
 
 
 class CpuExecutor:
@@ -76,6 +80,9 @@ class CpuExecutor:
         self._awaited = AwaitedIds()  # where this rank is not rank 0
         self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.draw)
         self._prompts = PromptReader(info.vocab_size, self._model.logits)
+        self._proposer: Proposer | None = None
+        if loaded.make_proposer is not None:
+            self._proposer = loaded.make_proposer(self._token_table, self._group_tables[0])
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         self.adapters.prepare(request)
@@ -151,6 +158,8 @@ class CpuExecutor:
                 self._group_tables[group][slots, indices] = blocks.to(torch.int32)
             if copies := block_copies(batch.copies, group):
                 pool.copy(copies)
+        if self._proposer is not None:
+            self._proposer.apply(batch)
 
     def _computed(self, batch: ScheduledBatch) -> SampledTokens:
         if not batch.slots:
@@ -165,13 +174,23 @@ class CpuExecutor:
         )
         if not slots:
             return done
-        if batch.drafts:
-            return self._sampled_drafted(batch, done, logits)
         lengths = [
             length
             for length, samples in zip(step.context_lens, batch.samples, strict=True)
             if samples
         ]
+        if batch.drafts:
+            done = self._sampled_drafted(batch, done, logits)
+        else:
+            done = self._sampled(done, logits, slots, lengths)
+        if self._proposer is not None and any(batch.wanted_drafts):
+            done = self._with_proposals(self._proposer, batch, done, slots, lengths)
+        return done
+
+    def _sampled(
+        self, done: SampledTokens, logits: Tensor, slots: list[int], lengths: list[int]
+    ) -> SampledTokens:
+        """done: but for what is sampled."""
         prompt_lengths = [self._prompt_lengths[slot] for slot in slots]
         ids, logprobs = self._sampler.sample(
             logits, slots, lengths, self._token_table, prompt_lengths
@@ -207,6 +226,29 @@ class CpuExecutor:
                 self._tokens[row.slot, position] = token_id
         forced = self._forced(row.slot for row in rows)
         return done._replace(**found._asdict(), forced=forced)
+
+    def _with_proposals(
+        self,
+        proposer: Proposer,
+        batch: ScheduledBatch,
+        sampled: SampledTokens,
+        slots: list[int],
+        ends: list[int],
+    ) -> SampledTokens:
+        """ends: of the rows that sample, the positions after their tokens and drafts."""
+        rows = []
+        all_drafts = chain(batch.drafts, repeat(()))  # decodes come first
+        each = zip(slots, ends, batch.wanted_drafts, all_drafts, strict=False)
+        for number, (slot, end, num, drafts) in enumerate(each):
+            if num and number not in sampled.failed:
+                further = sampled.further.get(number)
+                num_known = 1 if further is None else 1 + len(further.token_ids)
+                rows.append(ProposingRow(number, slot, end - len(drafts) + num_known, num))
+        began_s = perf_counter()
+        proposed, num_caught_up = proposer.propose(rows)
+        return sampled._replace(
+            proposed=proposed, proposing_s=perf_counter() - began_s, num_caught_up=num_caught_up
+        )
 
     def _compute(
         self, batch: ScheduledBatch

@@ -58,6 +58,8 @@ class CpuLoading(DecoderLoading):
 
     place: Membership
     default_block_size = 16
+    bytes_beside = 0
+    """What is not of this model, and takes memory that its pool cannot have."""
 
     def plan(self) -> None:
         config, place = self.config, self.place
@@ -66,9 +68,7 @@ class CpuLoading(DecoderLoading):
                 f"--attention-backend {config.attention_backend} is for a GPU, and the model runs "
                 "on the CPU, which has one implementation of attention; leave the flag out"
             )
-        dtype = self._choose_library()
-        self.plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
-        self.plan_pool()
+        self.plan_model()
         identity = self.identity(self._library and Path(self._library._name).name)
         self._files = block_files(config, identity) if place.rank == 0 else None
         self._memory = self._pool_memory(identity)
@@ -77,12 +77,18 @@ class CpuLoading(DecoderLoading):
         size = size_cpu_pool(
             config,
             self.largest_pools,
-            weight_bytes=self.num_weight_bytes or 0,
+            weight_bytes=(self.num_weight_bytes or 0) + self.bytes_beside,
             max_model_len=self.model.max_model_len,
             memory=self._memory,
             num_ranks=place.layout.size,
         )
         self._size = self.least(size)
+
+    def plan_model(self) -> None:
+        """How it is computed, and what it takes in memory."""
+        dtype = self._choose_library()
+        self.plan_weights(dtype, AsStored(() if self._library is None else FORMATS))
+        self.plan_pool()
 
     @property
     def num_threads(self) -> int:

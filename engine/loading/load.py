@@ -31,6 +31,7 @@ def load(
     """Loads what one rank has of a model; the place of the only one is None. Raises InvalidConfig
     and InvalidModel."""
     loading: Callable[..., Loading]
+    has_draft = config.speculative is not None and config.speculative.has_model
     if isinstance(find_implementation(directory, config.model_impl), TransformersClass):
         from penstock.engine.loading.fallback import FallbackLoading
 
@@ -43,10 +44,19 @@ def load(
         from penstock.engine.loading.gpu import GpuLoading
 
         loading = GpuLoading
+    elif has_draft and place is None:
+        from penstock.engine.loading.draft import DraftedLoading
+
+        loading, has_draft = DraftedLoading, False
     else:
         from penstock.engine.loading.cpu import CpuLoading
 
         loading = CpuLoading
+    if has_draft:
+        raise InvalidConfig(
+            "--speculative-config names a draft model, which needs one process on a CPU, and a "
+            'served model that Penstock computes itself; leave "model" out'
+        )
     with torch.inference_mode():
         return loading(config, directory, place, device, phases).load()
 

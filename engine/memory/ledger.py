@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 # The order of the lines in the log.
 _LINES = (
-    *("weights", "adapters", "kv_pool", "activations", "graphs", "staging"),
+    *("weights", "adapters", "kv_pool", "draft_model", "activations", "graphs", "staging"),
     *("others", "free", "total"),
 )
 _ADAPTERS = "--max-loras of them, of --max-lora-rank"
+_DRAFT_MODEL = "with keys and values of its own in as many blocks"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class Ledger:
     others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
     has it from the start, and a processor takes it as they are loaded. activations: the most that a
     step needs besides the rest. staging: of blocks on their way to the host's memory and back.
-    None: not measured on this device, or not a part of it. pool_notes: what the pools have.
+    draft_model: its weights, and its keys and values. None: not measured on this device, or not a
+    part of it. pool_notes: what the pools have.
     """
 
     total: int = 0
@@ -36,15 +38,17 @@ class Ledger:
     activations: int | None = None
     graphs: int | None = None
     staging: int | None = None
+    draft_model: int | None = None
     pool_notes: str = ""
 
     @property
     def free(self) -> int:
         parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
-        return self.total - sum(part or 0 for part in (*parts, self.graphs, self.staging))
+        more = (self.graphs, self.staging, self.draft_model)
+        return self.total - sum(part or 0 for part in (*parts, *more))
 
     def log(self) -> None:
-        notes = {"kv_pool": self.pool_notes, "adapters": _ADAPTERS}
+        notes = {"kv_pool": self.pool_notes, "adapters": _ADAPTERS, "draft_model": _DRAFT_MODEL}
         logger.info("memory, in GiB:")
         for name in _LINES:
             num_bytes = getattr(self, name)

@@ -38,7 +38,7 @@ class Phases:
 
     def __init__(self, report: Callable[[LoadProgress], None] = lambda _: None) -> None:
         """report: is called by one thread at a time, whichever advances the phase."""
-        self.seconds: dict[str, float] = {}  # of the phases that have ended
+        self.seconds: dict[str, float] = {}  # of the phases that have ended, the same ones added
         self.current = ""  # the last that began
         self._report = report
         self._lock = threading.Lock()
@@ -58,8 +58,9 @@ class Phases:
             self._send()
         start = time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - start
-        logger.info("%s: %.2f s", phase, self.seconds[phase])
+        seconds = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        logger.info("%s: %.2f s", phase, seconds)
 
     def advance(self, amount: int = 1) -> None:
         with self._lock:

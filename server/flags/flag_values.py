@@ -93,20 +93,25 @@ def kv_events_config(text: str) -> KVEventsConfig | None:
 
 
 class _Speculative(msgspec.Struct, forbid_unknown_fields=True):
-    method: DraftMethod = DraftMethod.SUFFIX
+    method: DraftMethod | None = None
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 8
+    model: str | None = None
+    quantization: Quantization | None = None
 
 
 def speculative_config(text: str) -> SpeculativeConfig:
     """vLLM's JSON: for argparse's `type`."""
     try:
         found = _decoded(text, _Speculative)
-    except argparse.ArgumentTypeError as error:
+        method = DraftMethod.SUFFIX if found.model is None else DraftMethod.DRAFT_MODEL
+        values = msgspec.structs.asdict(found) | {"method": found.method or method}
+        return SpeculativeConfig(**values)
+    except (argparse.ArgumentTypeError, InvalidConfig) as error:
         hint = (
-            "method is ngram or suffix, and num_speculative_tokens 0 to 64; there is no other key"
+            "method is ngram, suffix or draft_model, with a model that proposes and perhaps its "
+            "quantization, and num_speculative_tokens 0 to 64; there is no other key"
         )
         raise argparse.ArgumentTypeError(f"{error}; {hint}") from None
-    return SpeculativeConfig(**msgspec.structs.asdict(found))
 
 
 def lora_module(text: str) -> AdapterSource:

@@ -321,7 +321,9 @@ GROUPS = {
             "--speculative-config JSON",
             "on a CPU, drafts of next tokens that steps verify, as many as are worth their time: "
             '{"method": "ngram", "num_speculative_tokens": 8} looks them up in the prompt and the '
-            "answer so far, suffix in finished answers of the same API key too; 0 tokens for none. "
+            "answer so far, suffix in finished answers of the same API key too; "
+            '{"model": "Qwen/Qwen3-0.6B"} has a smaller model with the same tokenizer propose some '
+            "as well; 0 tokens for none. "
             "Answers are the same to the last bit (default: suffix, 8)",
             field="speculative",
             parse=speculative_config,

@@ -13,10 +13,12 @@ from pathlib import Path
 from penstock.engine.client import (
     Download,
     EngineClient,
+    EngineConfig,
     LoadedAdapter,
     LoadProgress,
     LoraConfig,
     ModelFiles,
+    ModelImpl,
     ModelInfo,
     open_model,
     with_local_adapters,
@@ -92,6 +94,23 @@ async def find_model(config: ServeConfig, progress: Progress) -> ModelFiles:
     phase = progress.phase("model", f"asking Hugging Face for {model}")
     with contextlib.nullcontext() if _is_here(model) else phase:
         return await asyncio.to_thread(open_model, config.engine)
+
+
+async def with_draft_model(
+    config: EngineConfig, prompt_files: Awaitable[PromptFiles], progress: Progress
+) -> EngineConfig:
+    """Finds the model that is to propose drafts, and downloads it. Raises PenstockError for one
+    that cannot."""
+    wanted = config.speculative
+    if wanted is None or wanted.model is None or not wanted.has_model:
+        return config
+    settings = replace(config, model=wanted.model, model_impl=ModelImpl.PENSTOCK)
+    files = await asyncio.to_thread(open_model, settings)
+    encoder = (await prompt_files).encoder
+    if files.download:
+        await download_weights(files.download, progress)
+    await asyncio.to_thread(encoder.check_alike, files.directory, config.load_format)
+    return replace(config, speculative=replace(wanted, model=str(files.directory)))
 
 
 async def find_adapters(config: LoraConfig | None, progress: Progress) -> LoraConfig | None:

@@ -41,6 +41,11 @@ logger = logging.getLogger("penstock")
 _MAX_CPU_S_OF_OWN = 4
 # The characters of a library's error that are told.
 _MAX_REASON = 500
+# Tokenizers of unlike ids, or rules, divide it into unlike ids.
+_SAMPLE = (
+    "The quick brown fox didn't jump  twice in 20250.\ndef area(self):\n\tif w <= 0:\n        "
+    "return self._height**2\nGröße, 東京の天気, мир, مرحبا, 🦊🏽"
+)
 # The bounds of the request's fields of these names, whose defaults they are.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -116,6 +121,18 @@ class PromptEncoder:
         special_tokens |= _special_tokens(directory, settings)
         template = ChatTemplate(source, special_tokens) if source is not None else None
         return cls(tokenizer, template, special_tokens, settings)
+
+    def check_alike(self, draft_model: Path, load_format: LoadFormat) -> None:
+        """Raises InvalidConfig where that model's ids are of other tokens."""
+        other, _ = _load_tokenizer(draft_model, load_format)
+        own_ids, ids = (
+            each.encode(_SAMPLE, add_special_tokens=False).ids for each in (self._tokenizer, other)
+        )
+        if ids != own_ids:
+            raise InvalidConfig(
+                f"--speculative-config: the draft model {draft_model} has another tokenizer than "
+                "the served model; name one with the same"
+            )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A plain text, with the special tokens (BOS) that the tokenizer puts around one. Raises

@@ -1,7 +1,10 @@
 """A server whose steps have drafts answers what one without answers, and counts them."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,8 +138,16 @@ def test_a_prediction_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-config", '{"method": "eagle"}'), "method is ngram or suffix"),
-        (("--speculative-config", '{"model": "x"}'), "model"),
+        (("--speculative-config", '{"method": "eagle"}'), "method is ngram, suffix or draft_model"),
+        (("--speculative-config", '{"modle": "x"}'), "modle"),
+        (("--speculative-config", '{"model": "/nowhere/x"}'), "/nowhere/x"),
+        (("--speculative-config", '{"model": "x", "method": "ngram"}'), "need each other"),
+        (("--speculative-config", '{"method": "draft_model"}'), "need each other"),
+        (("--speculative-config", '{"quantization": "int8"}'), "quantization"),
+        (
+            ("--speculative-config", f'{{"model": "{DEMO_MODEL}"}}', "--tensor-parallel-size", "2"),
+            "needs one process",
+        ),
         (
             ("--speculative-config", '{"method": "ngram"}', "--tensor-parallel-size", "2"),
             "--speculative-config needs one process",
@@ -145,4 +156,38 @@ def test_a_prediction_that_is_none_is_refused(
 )
 def test_what_cannot_be_had_is_refused_by_name(flags: tuple[str, ...], message: str) -> None:
     code, errors = _serve(*flags).exit_code()
-    assert code == 2 and message in errors, errors
+    assert code == 2 and message in errors and "Traceback" not in errors, errors
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    copy = tmp_path / "draft"
+    shutil.copytree(DEMO_MODEL, copy)
+    text = (copy / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = json.loads(text)
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["e"], vocabulary["a"] = vocabulary["a"], vocabulary["e"]
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    wanted = json.dumps({"model": str(copy)})
+    code, errors = _serve("--speculative-config", wanted).exit_code()
+    assert code == 2 and "has another tokenizer" in errors and "Traceback" not in errors, errors
+    (copy / "config.json").write_text('{"architectures": ["X"]}', encoding="utf-8")
+    code, errors = _serve("--speculative-config", wanted).exit_code()
+    assert code == 2 and str(copy) in errors and "Traceback" not in errors, errors
+
+
+def test_a_server_with_a_draft_model_answers_what_one_without_does_and_counts_its_drafts(
+    servers: tuple[RunningServer, ...],
+) -> None:
+    wanted = json.dumps({"model": str(DEMO_MODEL), "num_speculative_tokens": 4})
+    with ready(_serve("--speculative-config", wanted)) as (server,):
+        # It takes as long as the served model, and is tried now and then none the less.
+        for seed in range(8):
+            server.complete(prompt="Once", max_tokens=60, seed=seed, ignore_eos=True)
+        text = server.get("/metrics").text
+        assert "draft_model" in server.log()
+        for name, body in BODIES.items():
+            found, expected = (_answer(each, **body)["choices"] for each in (server, servers[1]))
+            assert found == expected, name
+    counts = re.findall(r'penstock_spec_decode_(\w+)_total\{source="model"\} (\S+)', text)
+    numbers = {name: float(count) for name, count in counts}
+    assert numbers["draft_tokens"] >= 1 and numbers["accepted_tokens"] == numbers["draft_tokens"]
