@@ -432,6 +432,8 @@ class Scheduler:
             if num_left <= 0 or self._is_short_of_blocks:
                 break
             if not sequence.is_running:
+                if len(self._free_slots) < 2:
+                    continue  # the last one is for the sequence that came first
                 if self._loads.begin(sequence, self.num_running, now):
                     self._waiting.remove(sequence)
                     continue

@@ -126,6 +126,16 @@ def test_the_last_slot_is_for_who_came_first() -> None:
     assert not driver.tokens["short", 0]
 
 
+def test_no_more_short_prompts_pass_than_there_are_slots_for_them() -> None:
+    """Of the three that are free, the last is for who came first."""
+    driver = busy(max_num_seqs=4)
+    driver.scheduler.add(make_request("other", [9] * 80))
+    for number in range(6):
+        driver.scheduler.add(make_request(f"short{number}", [5 + number] * 2))
+    driver.step()
+    assert driver.batches[-1].num_tokens == (2, 2, 28)
+
+
 def test_a_short_prompt_passes_none_of_a_higher_priority() -> None:
     driver = busy(Policy.PRIORITY, priority=-1)
     driver.scheduler.add(make_request("short", [5] * 10))
