@@ -177,9 +177,8 @@ class DraftModel:
         """Computes the tokens of all runs. Returns those of the rows that sample."""
         size = self._size
         for run in runs:
-            first, last = run.start // size, min(-(-run.end // size), run.slot.num_owned)
-            del run.slot.digests[first:]
-            for block in self._blocks[run.row.slot, first:last].tolist():
+            last = min(-(-run.end // size), run.slot.num_owned)
+            for block in self._blocks[run.row.slot, len(run.slot.digests) : last].tolist():
                 self._tags[block] = None
         batch = ScheduledBatch(
             step=0,

@@ -18,7 +18,9 @@ from penstock.engine.config import (
     Quantization,
     SpeculativeConfig,
 )
-from penstock.engine.drafting.draft_model import CATCH_UP_TOKENS
+from penstock.engine.drafting import draft_model
+from penstock.engine.drafting.draft_model import CATCH_UP_TOKENS, DraftModel
+from penstock.engine.drafting.proposer import Proposals, ProposingRow
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Processor
 from penstock.engine.loading.load import load
@@ -154,23 +156,66 @@ class _Watched:
     """An executor whose results are kept."""
 
     def __init__(self, executor: CpuExecutor) -> None:
-        self._executor = executor
+        self.executor = executor
         self.sampled: list[SampledTokens] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+        return getattr(self.executor, name)
 
     def execute(self, batch: Any) -> Any:
-        launched = self._executor.execute(batch)
+        launched = self.executor.execute(batch)
         self.sampled.append(launched.wait())
         return launched
 
 
-def _watched(config: EngineConfig, drafter: EveryDraft) -> tuple[SteppedEngine, _Watched]:
+def _watched(
+    config: EngineConfig, drafter: EveryDraft, num_blocks: int | None = None
+) -> tuple[SteppedEngine, _Watched]:
     executor = SteppedEngine(config).executor
     assert isinstance(executor, CpuExecutor)
     watched = _Watched(executor)
-    return SteppedEngine(config, executor=watched, drafter=drafter), watched
+    return SteppedEngine(config, watched, num_blocks, drafter), watched
+
+
+class _Forgetful:
+    """Computes all tokens of a sequence again whenever it proposes."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def propose(self, rows: list[ProposingRow]) -> Proposals:
+        self._model._tags = [None] * len(self._model._tags)
+        for slot in self._model._slots.values():
+            slot.num_valid, slot.digests = None, []
+        return self._model.propose(rows)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_drafts_are_those_that_a_fresh_computation_has(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP_TOKENS", 1000)
+    proposed = []
+    for is_forgetful in (False, True):
+        random = Random(seed)
+        # It is right often, and not always.
+        config = _drafted(_stories(), STORIES, quantization=Quantization.INT4)
+        drafter = SometimesWants(seed, most=5)
+        engine, watched = _watched(config, drafter, num_blocks=12)
+        if is_forgetful:
+            executor = watched.executor
+            assert isinstance(executor._proposer, DraftModel)
+            executor._proposer = _Forgetful(executor._proposer)
+        requests = requests_of(WAYS["drawn"], n=2)
+        for _ in range(6):
+            engine.run(random.sample(requests, 3))
+        stats = _by_model(drafter)
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens_total
+        proposed.append([each.proposed for each in watched.sampled if each.proposed])
+    assert proposed[0] == proposed[1] and len(proposed[0]) > 50
 
 
 def test_a_long_prompt_is_caught_up_on_in_parts_and_found_by_the_next_request() -> None:
