@@ -35,6 +35,10 @@ class Batch:
     with_prompt_output: of both, those whose prompt has outputs.
     """
 
+    drafts: tuple[tuple[int, ...], ...] = ()
+    wanted_drafts: tuple[int, ...] = ()
+    num_unresolved: tuple[int, ...] = ()
+
     def __init__(self) -> None:
         self.assignments: list[SlotAssignment] = []
         self.table_updates: list[TableUpdate] = []
@@ -49,8 +53,6 @@ class Batch:
         self.num_decodes = 0
         self.num_scored = 0
         self.snapshots: list[StateSnapshot] = []
-        self.drafts: tuple[tuple[int, ...], ...] = ()
-        self.wanted_drafts: tuple[int, ...] = ()
 
     def scheduled(self, step: int) -> ScheduledBatch:
         return ScheduledBatch(
@@ -67,6 +69,7 @@ class Batch:
             snapshots=tuple(self.snapshots),
             drafts=self.drafts,
             wanted_drafts=self.wanted_drafts,
+            num_unresolved=self.num_unresolved,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:

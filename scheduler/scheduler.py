@@ -14,6 +14,9 @@ Where the device is a pipeline of stages, as many steps are in flight as there a
 sequences that decode are divided into as many cohorts: see `Scheduler._cohort`. Chunks of one
 prompt may be in several steps in flight.
 
+A decode may have drafts (`scheduler.drafts`), and be in the next step before it is known how many
+of them are accepted: `Sequence.num_computed` supposes all, and `update` takes back the others.
+
 Time is an argument; nothing here reads a clock, and a simulation runs this very code.
 """
 
@@ -32,7 +35,7 @@ from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.config import Batching, SchedulerConfig
 from penstock.scheduler.drafts.drafter import Drafter
-from penstock.scheduler.drafts.placing import place_drafts
+from penstock.scheduler.drafts.placing import place_drafts, resolve_drafts
 from penstock.scheduler.errors import (
     ContextTooLong,
     DuplicateRequest,
@@ -86,7 +89,7 @@ class Scheduler:
         one for each group, where the blocks outlive this process. tier: for continuous batching
         with prefix caching. events: is told which blocks can be found. num_cohorts: of sequences
         that decode in different steps: as many as the executor has stages. drafter: for an executor
-        that computes a step before the next is scheduled.
+        that takes drafts.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -350,6 +353,8 @@ class Scheduler:
         if self._num_cohorts > 1:
             candidates = self._cohort(candidates)
         if self._kv.has_windows:
+            if self._drafter is not None:
+                candidates = [each for each in candidates if self._kv.may_go_on(each)]
             for sequence in candidates:
                 if sequence.num_computed % block_size == 0:
                     self._kv.slide(sequence)
@@ -364,18 +369,33 @@ class Scheduler:
             add_slot(sequence.slot)
             add_start(position)
         batch.num_tokens = [1] * len(ready)
-        if self._drafter is not None and ready and self._may_draft:
-            most = self._config.max_step_tokens - len(ready)
-            batch.drafts = place_drafts(
-                self._drafter, self._kv, ready, self.num_running, most, batch.table_updates
-            )
-            if batch.drafts:
-                batch.num_tokens = [1 + len(drafts) for drafts in batch.drafts]
         batch.samples = [True] * len(ready)
         batch.sampling = ready
         batch.num_decodes = len(ready)
+        if self._drafter is not None:
+            self._add_drafts(self._drafter, batch)
         if self._kv.has_states:
             batch.snapshots = self._kv.snapshots_in_decodes(ready)
+        if batch.drafts:
+            for sequence, drafts in zip(ready, batch.drafts, strict=True):
+                sequence.add_drafts(len(drafts))
+
+    def _add_drafts(self, drafter: Drafter, batch: Batch) -> None:
+        """To the decodes of a step, none where prompts are waiting or running."""
+        decodes = batch.sampling
+        num_unresolved = tuple([each.num_unresolved for each in decodes])
+        if any(num_unresolved):
+            assert not self._kv.has_states, "a snapshot is of a known number of tokens"
+            batch.num_unresolved = num_unresolved
+        if not (decodes and self._may_draft):
+            return
+        most = self._config.max_step_tokens - len(decodes)
+        in_flight = [(each.sampling, each.drafts) for _, each in self._in_flight]
+        batch.drafts = place_drafts(
+            drafter, self._kv, decodes, in_flight, self.num_running, most, batch.table_updates
+        )
+        if batch.drafts:
+            batch.num_tokens = [1 + len(drafts) for drafts in batch.drafts]
 
     @property
     def _may_draft(self) -> bool:
@@ -395,12 +415,16 @@ class Scheduler:
 
     def _make_room(self, ready: list[Sequence]) -> list[Sequence]:
         """Preempts until every remaining decode has the block that it needs in this step."""
-        block_size = self._kv.block_size
-        if len(ready) <= self._kv.num_available:
+        kv, block_size = self._kv, self._kv.block_size
+        if len(ready) <= kv.num_available:
             return ready  # even if each needed one
         while True:
-            num_needed = [sequence.num_computed % block_size for sequence in ready].count(0)
-            if num_needed <= self._kv.num_available:
+            # One that had drafts which were not accepted may have its next blocks already.
+            at_end = [each for each in ready if each.num_computed % block_size == 0]
+            needing = [
+                each for each in at_end if kv.num_owned(each) * block_size <= each.num_computed
+            ]
+            if len(needing) <= kv.num_available:
                 return ready
             loser = self._preempt_one()
             ready = [sequence for sequence in ready if sequence is not loser]
@@ -602,7 +626,7 @@ class Scheduler:
         entries = sampled.logprobs or repeat(None, num_rows)
         following: Iterable[FurtherTokens | None] = repeat(None, num_rows)
         if batch.drafts and self._drafter is not None:
-            self._drafter.judge_rows(batch.sampling, batch.drafts, sampled.further)
+            resolve_drafts(self._drafter, batch.sampling, batch.drafts, sampled.further)
             following = map(sampled.further.get, range(num_rows))
         rows = zip(batch.sampling, sampled.token_ids, entries, following, strict=True)
         # Looked up once: this loop is most of what a step costs.
@@ -647,7 +671,6 @@ class Scheduler:
     ) -> RequestOutput:
         """Gives it its first token and those after accepted drafts, or as many as end it."""
         known, size = sequence.token_ids, self._kv.block_size
-        sequence.num_computed += len(further.token_ids)
         num_full = (len(known) - 1) // size
         new: list[int] = []
         finish: tuple[FinishReason, int | None] | None = None
@@ -660,7 +683,7 @@ class Scheduler:
                 finish = FinishReason.LENGTH, None
             if finish is not None:
                 break
-        if (len(known) - 1) // size > num_full:
+        if (len(known) - 1) // size > num_full and sequence.is_running:
             self._kv.cache_full_blocks(sequence)
         logprobs = None if entry is None else [entry, *(further.logprobs or ())][: len(new)]
         end = None if finish is None else self._end(sequence, *finish)

@@ -190,6 +190,10 @@ class ScheduledBatch(NamedTuple):
     has sampled is the draft that follows, so that its ids are those of rows of one token.
     wanted_drafts: of each row that samples, how many drafts the executor is to propose for the
     positions after its last new id, once it has sampled; empty where no row is to have any.
+    num_unresolved: of each decode, how many drafts it has in steps before this one whose results
+    the scheduler did not have; empty where no decode has any. Its row then starts as many tokens
+    before starts[i] as of these drafts are not accepted, which the executor knows by its turn.
+    Entries of block tables reach to where all are accepted.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
     tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
@@ -208,6 +212,7 @@ class ScheduledBatch(NamedTuple):
     snapshots: tuple[StateSnapshot, ...] = ()
     drafts: tuple[tuple[int, ...], ...] = ()
     wanted_drafts: tuple[int, ...] = ()
+    num_unresolved: tuple[int, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):

@@ -113,6 +113,7 @@ class Slot:
 
     def __init__(self, assignment: SlotAssignment) -> None:
         self.token_ids = dict(enumerate(assignment.token_ids))
+        self.length = len(assignment.token_ids)  # of those that are known, without drafts
         self.tables = [list(block_ids) for block_ids in assignment.tables]
         self.num_prompt_tokens = assignment.num_prompt_tokens
         self.sampling = assignment.sampling
@@ -191,7 +192,8 @@ class ScriptedExecutor:
         sampled: list[list[int]] = []
         logprobs: list[TokenLogprobs | None] = []
         prompts: list[PromptOutput] = []
-        rows = zip(batch.slots, batch.starts, batch.num_tokens, batch.samples, strict=True)
+        starts = self._starts(batch)
+        rows = zip(batch.slots, starts, batch.num_tokens, batch.samples, strict=True)
         snapshots: dict[int, list[StateSnapshot]] = {}
         for snapshot in batch.snapshots:
             snapshots.setdefault(snapshot.row, []).append(snapshot)
@@ -239,8 +241,9 @@ class ScriptedExecutor:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
                 self._grammars.assign(assignment)
-        for slot_id, start, drafts in zip(batch.slots, batch.starts, batch.drafts, strict=False):
-            self._slots[slot_id].token_ids |= dict(enumerate(drafts, start + 1))
+        for slot_id, drafts in zip(batch.slots, batch.drafts, strict=False):
+            slot = self._slots[slot_id]
+            slot.token_ids |= dict(enumerate(drafts, slot.length))
         for slot_id, index, block_id, group in batch.table_updates:
             block_ids = self._slots[slot_id].tables[group]
             block_ids[index : index + 1] = [block_id]
@@ -255,6 +258,15 @@ class ScriptedExecutor:
             copied = [(target, each[source]) for source, target in copies]
             for target, value in copied:
                 each[target] = value
+
+    def _starts(self, batch: ScheduledBatch) -> list[int]:
+        """Where rows start: a decode at its last known token, which the scheduler may not know."""
+        starts = list(batch.starts)
+        nums_unresolved = batch.num_unresolved or (0,) * batch.num_decodes
+        for row, num_unresolved in enumerate(nums_unresolved):
+            starts[row] = self._slots[batch.slots[row]].length - 1
+            assert 0 <= batch.starts[row] - starts[row] <= num_unresolved, f"row {row} of {batch}"
+        return starts
 
     def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
@@ -307,6 +319,7 @@ class ScriptedExecutor:
         if self._grammars and self._grammars.is_constrained(slot_id):
             token_id = self._grammars.choose(slot_id, token_id, digest)
         slot.token_ids[length] = token_id
+        slot.length = length + 1
         return token_id
 
     def _digest(self, slot: Slot, length: int) -> int:

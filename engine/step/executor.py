@@ -3,7 +3,8 @@
 It is designed for a device that runs ahead of the host. `execute` may return before anything is
 computed; the loop schedules and launches the next step, and only then waits for this one. What
 makes that possible is that sampled ids never have to pass through the host: they are written to
-the executor's own token table (see `ScheduledBatch`), where the next step reads them.
+the executor's own token table (see `ScheduledBatch`), where the next step reads them. Nor has the
+number of drafts that were accepted, since the executor knows how long each sequence is.
 """
 
 from collections.abc import Sequence

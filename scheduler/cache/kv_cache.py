@@ -198,6 +198,12 @@ class KVCache:
         """Blocks that its tables have, in every group of keys and values."""
         return min([len(sequence.tables[index].block_ids) for index, _ in self._with_blocks])
 
+    def may_go_on(self, sequence: Sequence) -> bool:
+        """Whether its next token may have a block, in a group with a window: it gets one for those
+        that it gives back, which it knows once its drafts are resolved."""
+        num_owned = self.num_owned(sequence) * self.block_size
+        return not sequence.num_unresolved or sequence.num_computed < num_owned
+
     def num_coverable(self, sequence: Sequence) -> int:
         """How many tokens after those computed there are blocks for, in groups with a window: in
         others, it has had them since its admission."""
@@ -211,7 +217,7 @@ class KVCache:
         """Gives back what its next token does not read. A step that runs may still read it, so it
         must not be written to before that step is done."""
         for index, each in self._windowed:
-            each.slide(sequence.tables[index], sequence.num_computed)
+            each.slide(sequence.tables[index], sequence.num_computed - sequence.num_unresolved)
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Makes full blocks findable whose tokens are known and computed by launched steps."""

@@ -36,8 +36,9 @@ class Sequence:
     """Answer `index` of a request.
 
     token_ids: the prompt, then every output id that the host knows. num_computed: tokens whose keys
-    and values are written, or will be by the steps already launched. num_in_flight: launched
-    steps that sample for it, or end its prompt, and whose results the host does not have yet.
+    and values are written, or will be by the steps already launched if all their drafts are
+    accepted. num_unresolved: those drafts. num_in_flight: launched steps that sample for it, or end
+    its prompt, and whose results the host does not have yet.
     order: of arrival. prompt_request: what is still to be returned for its prompt.
     """
 
@@ -55,6 +56,7 @@ class Sequence:
     # Those of its full blocks survive a preemption.
     block_digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_unresolved: int = 0
     num_ever_computed: int = 0  # the most that num_computed was before it lost its blocks
     num_in_flight: int = 0
     num_cached_tokens: int = 0
@@ -136,12 +138,26 @@ class Sequence:
         assert self.status is Status.PREFILLING and not self.num_to_compute
         self.status = Status.DECODING
 
+    def add_drafts(self, num_drafts: int) -> None:
+        """Its row in this step has so many."""
+        self.num_computed += num_drafts
+        self.num_unresolved += num_drafts
+
+    def resolve_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """So many of a row's drafts were accepted; the others count as never computed."""
+        if self.is_running:
+            self.num_computed -= num_drafts - num_accepted
+            self.num_unresolved -= num_drafts
+        else:
+            self.num_ever_computed += num_accepted
+
     def preempt(self) -> None:
         """Keeps its tokens; their keys and values are recomputed later."""
         assert self.is_running
         self.status = Status.WAITING
-        self.num_ever_computed = max(self.num_ever_computed, self.num_computed)
-        self.num_computed = 0
+        num_certain = self.num_computed - self.num_unresolved
+        self.num_ever_computed = max(self.num_ever_computed, num_certain)
+        self.num_computed = self.num_unresolved = 0
         self.num_preemptions += 1
         self.may_load = True
 

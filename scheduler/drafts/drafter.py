@@ -7,8 +7,13 @@ few are taken, and without repetition none. Sources are compared, and the best i
 
 Where the executor can propose drafts itself, by a model, it is told how many it is to propose after
 a step: the same is asked of these, but what proposing takes is added to what they cost.
+
+Where the device is a step behind, a sequence's last ids are not known yet. Then its source is
+supposed to be right about them too, and its drafts are those after them: they are worth the chance
+that all of it is right.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -17,29 +22,34 @@ from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
 from penstock.scheduler.drafts.prices import MARGIN, DraftPrices
 from penstock.scheduler.drafts.proposals import Proposals
-from penstock.scheduler.drafts.sources import MOST_MATCH, Prediction, Source, Told
+from penstock.scheduler.drafts.sources import MOST_MATCH, Found, Prediction, Source, Told
 from penstock.scheduler.stats import DraftStats
 from penstock.scheduler.step_model.live import LiveStepModel
-from penstock.scheduler.types import FurtherTokens, SampledTokens
+from penstock.scheduler.types import SampledTokens
 
 # After so many tokens without a draft one is tried that is not worth its time: it might be by now.
 _PROBE_EVERY = 128
 
 
 class _Offer(NamedTuple):
-    """What a source has for a sequence."""
+    """What a source has for a sequence. supposed: what it says of the ids in flight, before its
+    drafts."""
 
     source: str
     rates: Rates
+    supposed: list[int]
     token_ids: list[int]
     chances: list[float]
 
 
 class _Drafted(NamedTuple):
-    """What is being verified. expected: accepted drafts, by the rates of all."""
+    """What is being verified: drafts after the ids that were supposed to be those from `length` on.
+    expected: accepted drafts, by the rates of all."""
 
     source: str
     rates: Rates
+    length: int
+    supposed: list[int]
     num_drafts: int
     expected: float
 
@@ -61,7 +71,7 @@ class Drafter:
         self._most = most
         self._acceptance, self._prices = Acceptance(), DraftPrices(step_model)
         self._rate_of: dict[Sequence, RequestRate] = {}
-        self._verified: dict[Sequence, _Drafted] = {}
+        self._verified: dict[Sequence, deque[_Drafted]] = {}  # in the order of steps
         self._num_since_probe = 0
         self._stats = {source.name: DraftStats(source.name) for source in self._sources}
 
@@ -84,19 +94,24 @@ class Drafter:
         for sequence in sequences:
             # After this step's token; and the step that verifies them has a token more than drafts.
             limit = min(sequence.max_length - len(sequence.token_ids) - 2, self._most)
-            other = self._verified.get(sequence)
-            if other is not None and other.rates.expected(self._most) > most_expected:
+            verified = self._verified.get(sequence)
+            if verified and verified[-1].rates.expected(self._most) > most_expected:
                 limit = 0  # its drafts are from a better source, which may well go on
             rows.append(chances(rates, self._rate(sequence).factor, limit))
         price = self._prices.of(len(sequences), sum([each.num_computed for each in sequences]))
         return self._proposals.wanted(sequences, rows, price)
 
     def propose(
-        self, decodes: Items[Sequence], limits: Items[int], most_of_all: int
+        self,
+        decodes: Items[Sequence],
+        limits: Items[int],
+        most_of_all: int,
+        in_flight: Mapping[Sequence, Items[Items[int]]] = {},
     ) -> list[tuple[int, ...]]:
-        """The drafts of each of a step's decodes. limits: the most of each."""
+        """The drafts of each of a step's decodes. limits: the most of each. in_flight: the drafts
+        of its rows whose results are not known, in the order of steps."""
         offers = [
-            self._best_offer(sequence, min(limit, self._most))
+            self._best_offer(sequence, min(limit, self._most), in_flight.get(sequence, ()))
             for sequence, limit in zip(decodes, limits, strict=True)
         ]
         self._num_since_probe += len(decodes)
@@ -108,30 +123,23 @@ class Drafter:
             if offer is None or not num:
                 drafts.append(())
                 continue
-            expected = offer.rates.expected(num)
-            self._verified[sequence] = _Drafted(offer.source, offer.rates, num, expected)
+            source, rates, supposed, *_ = offer
+            expected = _expected(rates, len(supposed), num)
+            drafted = _Drafted(source, rates, len(sequence.token_ids), supposed, num, expected)
+            self._verified.setdefault(sequence, deque()).append(drafted)
             drafts.append(tuple(offer.token_ids[:num]))
         return drafts
 
-    def judge_rows(
-        self,
-        sequences: Items[Sequence],
-        drafts: Items[Items[int]],
-        further: Mapping[int, FurtherTokens],
-    ) -> None:
-        """Of a step's drafts. sequences: of all rows that sampled, those with drafts first."""
-        for row, of_row in enumerate(drafts):
-            if of_row:
-                accepted = further.get(row)
-                num_accepted = len(accepted.token_ids) if accepted else 0
-                self.judge(sequences[row], num_accepted)
-
     def judge(self, sequence: Sequence, num_accepted: int) -> None:
-        """Of the drafts that were verified last."""
-        drafted = self._verified.pop(sequence, None)
-        if drafted is None:
+        """Of its drafts in the oldest step in flight, whose ids it does not have yet."""
+        if sequence not in self._verified:
             return  # it has ended meanwhile
-        drafted.rates.observe(drafted.num_drafts, num_accepted)
+        drafted = self._verified[sequence].popleft()
+        supposed, known = drafted.supposed, sequence.token_ids[drafted.length :]
+        num_tried, num_right = len(supposed), _num_equal(supposed, known)
+        if supposed == known:
+            num_tried, num_right = num_tried + drafted.num_drafts, num_right + num_accepted
+        drafted.rates.observe(num_tried, num_right)
         self._rate_of[sequence].observe(num_accepted, drafted.expected)
         if drafted.source == Prediction.name:
             sequence.num_predicted += num_accepted
@@ -141,7 +149,7 @@ class Drafter:
 
     def drop(self, sequence: Sequence) -> None:
         """The drafts that were proposed last are not verified."""
-        self._verified.pop(sequence, None)
+        self._verified[sequence].pop()
 
     def end(self, sequence: Sequence) -> None:
         self._rate_of.pop(sequence, None)
@@ -153,27 +161,35 @@ class Drafter:
     def stats(self) -> tuple[DraftStats, ...]:
         return tuple(self._stats.values())
 
-    def _best_offer(self, sequence: Sequence, most: int) -> _Offer | None:
+    def _best_offer(
+        self, sequence: Sequence, most: int, in_flight: Items[Items[int]]
+    ) -> _Offer | None:
         if most < 1:
             return None
         best, most_expected = None, 0.0
+        reach = most + sum([1 + len(drafts) for drafts in in_flight])
         for source in self._sources:
             found = source.find(sequence)
             if found is None:
                 continue
             rates = self._acceptance.rates(source.name, found.match)
-            expected = rates.expected(min(most, len(found.text) - found.at))
+            token_ids = _following(found, sequence, reach)
+            num_supposed = _num_supposed(token_ids, in_flight) if in_flight else 0
+            num = min(most, len(token_ids) - num_supposed)
+            expected = _expected(rates, num_supposed, num)
             if expected > most_expected:
-                best, most_expected = (source.name, rates, found), expected
+                best = source.name, rates, token_ids[: num_supposed + num], num_supposed
+                most_expected = expected
         if best is None:
             return None
-        name, rates, (text, at, _) = best
-        token_ids = text[at : at + most]
-        found_chances = chances(rates, self._rate(sequence).factor, len(token_ids))
+        name, rates, token_ids, num_supposed = best
+        found_chances = chances(rates, self._rate(sequence).factor, len(token_ids))[num_supposed:]
         own = self._proposals
         if own is not None and sequence is own.probed and name == own.name:
             found_chances[0] = 1.0
-        return _Offer(name, rates, token_ids, found_chances)
+        return _Offer(
+            name, rates, token_ids[:num_supposed], token_ids[num_supposed:], found_chances
+        )
 
     def _rate(self, sequence: Sequence) -> RequestRate:
         rate = self._rate_of.get(sequence)
@@ -210,3 +226,36 @@ class Drafter:
             self._num_since_probe = 0
             nums[ranked[0][2]] = 1
         return nums
+
+
+def _expected(rates: Rates, num_supposed: int, num_drafts: int) -> float:
+    """Accepted drafts, after ids that are right if the source is."""
+    if num_drafts < 1:
+        return 0.0
+    return rates.expected(num_supposed + num_drafts) - rates.expected(num_supposed)
+
+
+def _following(found: Found, sequence: Sequence, most: int) -> list[int]:
+    """What was found; what a sequence repeats, it is to repeat again."""
+    token_ids = found.text[found.at : found.at + most]
+    if found.text is sequence.token_ids:
+        while len(token_ids) < most:
+            token_ids += token_ids[: most - len(token_ids)]
+    return token_ids
+
+
+def _num_supposed(token_ids: Items[int], in_flight: Items[Items[int]]) -> int:
+    """How many ids the rows in flight give if these are right: of each, those of its drafts that
+    are as these, and one more."""
+    num = 0
+    for drafts in in_flight:
+        num += _num_equal(drafts, token_ids[num:]) + 1
+    return num
+
+
+def _num_equal(first: Items[int], second: Items[int]) -> int:
+    """How many of the first ids of both are equal."""
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )

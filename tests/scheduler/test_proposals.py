@@ -68,7 +68,7 @@ def _wanted(
         nums.append(sum(wanted))
         num_accepted = 0
         if drafts:
-            source = drafter._verified[sequence].source
+            source = drafter._verified[sequence][-1].source
             num_accepted = min(len(drafts), num_right) if is_right(source) else 0
             drafter.judge(sequence, num_accepted)
         sequence.token_ids += [9] * (1 + num_accepted)

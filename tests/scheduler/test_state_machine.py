@@ -2,20 +2,29 @@
 ends twice."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.scheduler.cache.sequence import Status
+from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.fairness import FairQueue
-from penstock.scheduler.types import FinishReason, Pooling, Request
-from tests.support.drafting import EveryDraft, Oracle, OracleProposer
+from penstock.scheduler.types import FinishReason, Pooling, Request, ScheduledBatch
+from tests.support.drafting import Adversary, EveryDraft, Oracle, OracleProposer
 from tests.support.scheduling import Driver, make_request, run_alone
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 4
+# Of drafts.
+SOURCES: list[Callable[[], Oracle] | None] = [
+    None,
+    None,
+    Adversary,
+    *(partial(kind, share) for kind in (Oracle, OracleProposer) for share in (0.0, 0.5, 1.0)),
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -30,8 +39,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from([(None,), (None,), (9,), (None, 6), (None, 2, 14)]),
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         num_cohorts=st.sampled_from([1, 1, 2, 3]),
-        right_drafts=st.sampled_from([None, None, 0.0, 0.5, 1.0]),
-        executor_proposes=st.booleans(),
+        source=st.sampled_from(SOURCES),
+        num_in_flight=st.integers(1, 3),
         data=st.data(),
     )
     def start(
@@ -44,20 +53,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups: tuple[int | None, ...],
         num_states: int,
         num_cohorts: int,
-        right_drafts: float | None,
-        executor_proposes: bool,
+        source: Callable[[], Oracle] | None,
+        num_in_flight: int,
         data: st.DataObject,
     ) -> None:
-        # A state cannot be gone back to, and drafts follow the last id, which is to be known.
-        self.drafts: Oracle | None = None
+        # A state cannot be gone back to.
+        self.drafts = source() if source is not None and not num_states else None
         drafter, propose = None, None
-        if right_drafts is not None and num_cohorts == 1 and not num_states:
-            if executor_proposes:
-                self.drafts = propose = OracleProposer(right_drafts)
-                drafter = EveryDraft([], most=5, proposes="model")
-            else:
-                self.drafts = Oracle(right_drafts)
-                drafter = EveryDraft([self.drafts], most=5)
+        if isinstance(self.drafts, OracleProposer):
+            propose, drafter = self.drafts, EveryDraft([], most=5, proposes="model")
+        elif self.drafts is not None:
+            drafter = EveryDraft([self.drafts], most=5)
         self.windows, self.num_states = groups, num_states
         # From what one sequence needs at least to more than all of them can use.
         sizes = [
@@ -86,7 +92,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_cohorts=num_cohorts,
             drafter=drafter,
             propose=propose,
+            num_in_flight=max(num_in_flight, num_cohorts),
         )
+        self.ids_of: dict[bytes, list[int]] = {}
+        self.note_what_is_hashed()
         self.requests: dict[str, Request] = {}
         self.ready: set[str] = set()
 
@@ -148,12 +157,42 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        """At most one step ahead of the one that the host waits for, or one in each stage; with
-        drafts, none."""
-        most = 1 if self.drafts else max(2, self.driver.num_cohorts)
-        if len(self.driver.launched) < most:
-            self.driver.launch()
+        """As many steps as may be in flight."""
+        if len(self.driver.launched) < self.driver.num_in_flight:
+            batch = self.driver.launch()
+            if batch is not None:
+                self.rows_write_to_blocks_of_their_own(batch)
         self.driver.now += 0.02
+
+    def note_what_is_hashed(self) -> None:
+        kv = self.driver.scheduler._kv
+        cache_full_blocks = kv.cache_full_blocks
+
+        def note(sequence: Sequence) -> None:
+            cache_full_blocks(sequence)
+            for at, digest in enumerate(sequence.block_digests):
+                ids = sequence.token_ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
+                assert self.ids_of.setdefault(digest, ids) == ids
+
+        kv.cache_full_blocks = note  # type: ignore[method-assign]
+
+    def rows_write_to_blocks_of_their_own(self, batch: ScheduledBatch) -> None:
+        scheduler = self.driver.scheduler
+        sequences = {each.slot: each for each in (*scheduler._decoding, *scheduler._prefilling)}
+        # Of a chunk, what its last token does not read has been given back.
+        decodes = batch.slots[: batch.num_decodes]
+        nums_unresolved = batch.num_unresolved or (0,) * batch.num_decodes
+        rows = zip(decodes, batch.starts, batch.num_tokens, nums_unresolved, strict=False)
+        for slot, start, num_tokens, num_unresolved in rows:
+            first = (start - num_unresolved) // BLOCK_SIZE
+            places = range(first, -(-(start + num_tokens) // BLOCK_SIZE))
+            for index, kv in scheduler._kv._with_blocks:
+                table = sequences[slot].tables[index]
+                own = table.block_ids[places.start : places.stop]
+                assert table.num_released <= places.start and len(own) == len(places)
+                assert all(kv.ref_count(block) == 1 for block in own)
+                known = self.driver.executor._slots[slot].tables[index]
+                assert known[places.start : places.stop] == own
 
     @precondition(lambda self: self.driver.launched)
     @rule()
@@ -186,6 +225,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(held) + kv.num_free + kv.num_evictable == kv.num_blocks
 
     @invariant()
+    def blocks_that_can_be_found_hold_the_ids_of_their_sequences(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for index, kv in self.driver.scheduler._kv._with_blocks:
+            pool = self.driver.executor._pools[index].ids
+            for block, digest in kv._digest_of.items():
+                ids = pool[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+                assert ids == self.ids_of[digest]
+
+    @invariant()
     def a_window_holds_what_its_next_token_reads_and_little_more(self) -> None:
         if not hasattr(self, "driver"):
             return
@@ -193,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index, kv in scheduler._kv._with_blocks:
             for sequence in [*scheduler._decoding, *scheduler._prefilling]:
                 table = sequence.tables[index]
-                first_read = kv.group.first_read(sequence.num_computed)
+                first_read = kv.group.first_read(sequence.num_computed - sequence.num_unresolved)
                 assert table.num_released * BLOCK_SIZE <= first_read
                 most = kv.group.most_blocks(MAX_MODEL_LEN, BLOCK_SIZE)
                 assert table.num_held <= most
@@ -205,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         for index, kv in scheduler._kv._with_blocks:
             for sequence in [*scheduler._decoding, *scheduler._prefilling]:
-                first = sequence.num_computed // BLOCK_SIZE
+                first = (sequence.num_computed - sequence.num_unresolved) // BLOCK_SIZE
                 for block in sequence.tables[index].block_ids[first:]:
                     assert kv.ref_count(block) == 1
 

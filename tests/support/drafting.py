@@ -26,16 +26,20 @@ class Oracle:
         """answers: by index."""
         self._answers[replace(request, id=RequestId(""))] = answers
 
-    def find(self, sequence: Sequence) -> Found:
+    def right(self, sequence: Sequence) -> list[int]:
+        """What follows, and then zeros."""
         request = replace(sequence.request, id=RequestId(""))
         answer = self._answers[request][sequence.index]
         num_known = len(sequence.token_ids) - sequence.num_prompt_tokens
-        return Found(self._drafts(answer[num_known:]), 0, 16)
+        return answer[num_known:]
+
+    def find(self, sequence: Sequence) -> Found:
+        return Found(self._drafts(self.right(sequence)), 0, 16)
 
     def _drafts(self, right: list[int]) -> list[int]:
         return [
             each if self._random.random() < self._share else each + 1
-            for each in (*right, *(0 for _ in range(16 - len(right))))
+            for each in (*right, *(0 for _ in range(32 - len(right))))
         ]
 
     def end(self, sequence: Sequence) -> None:
@@ -76,14 +80,26 @@ class ProposingExecutor(ScriptedExecutor):
             return pending
         sampled, proposed = pending.wait(), {}
         assert batch.num_decodes == len(batch.slots) == len(batch.wanted_drafts)
-        for row, (slot, start, num) in enumerate(
-            zip(batch.slots, batch.starts, batch.wanted_drafts, strict=True)
-        ):
-            further = sampled.further.get(row)
-            length = start + 2 + (len(further.token_ids) if further else 0)
+        for row, (slot_id, num) in enumerate(zip(batch.slots, batch.wanted_drafts, strict=True)):
             if num:
-                proposed[row] = self._propose(self._slots[slot], length, num)
+                slot = self._slots[slot_id]
+                proposed[row] = self._propose(slot, slot.length, num)
         return CompletedStep(sampled._replace(proposed=proposed))
+
+
+class Adversary(Oracle):
+    """Of its drafts each is right, or right one place before or after, or wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def find(self, sequence: Sequence) -> Found:
+        right = [*self.right(sequence), *(0 for _ in range(32))]
+        text = [
+            self._random.choice((each, right[max(0, at - 1)], right[at + 1], each + 1))
+            for at, each in enumerate(right[:-1])
+        ]
+        return Found(text, 0, 16)
 
 
 class EveryDraft(Drafter):

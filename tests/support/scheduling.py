@@ -109,10 +109,12 @@ class Driver:
         num_cohorts: int = 1,
         drafter: Drafter | None = None,
         propose: OracleProposer | None = None,
+        num_in_flight: int | None = None,
     ) -> None:
         """kept: where the pool is, else. windows, more_blocks,
-        num_states: of groups of layers. make_tier: of one without threads. num_cohorts: `run` has
-        as many steps in flight. propose: for a draft model."""
+        num_states: of groups of layers. make_tier: of one without threads. propose: for a draft
+        model. num_in_flight: steps that `run` has there; as many as cohorts where it is not
+        said."""
         config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
         self.config = config
         self.windows = windows
@@ -140,7 +142,7 @@ class Driver:
             num_cohorts=num_cohorts,
             drafter=drafter,
         )
-        self.num_cohorts = num_cohorts
+        self.num_in_flight = num_in_flight or num_cohorts
         self.launched: deque[PendingTokens] = deque()
         self.batches: list[ScheduledBatch] = []
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -179,7 +181,7 @@ class Driver:
 
     def step(self) -> ScheduledBatch | None:
         batch = self.launch()
-        if self.launched and (not batch or len(self.launched) >= self.num_cohorts):
+        if self.launched and (not batch or len(self.launched) >= self.num_in_flight):
             self.collect()
         return batch
 
