@@ -55,21 +55,22 @@ class Batch:
         self.snapshots: list[StateSnapshot] = []
 
     def scheduled(self, step: int) -> ScheduledBatch:
+        # By position, in less time than by name.
         return ScheduledBatch(
-            step=step,
-            assignments=tuple(self.assignments),
-            table_updates=tuple(self.table_updates),
-            copies=tuple(self.copies),
-            slots=tuple(self.slots),
-            starts=tuple(self.starts),
-            num_tokens=tuple(self.num_tokens),
-            samples=tuple(self.samples),
-            num_decodes=self.num_decodes,
-            num_scored=self.num_scored,
-            snapshots=tuple(self.snapshots),
-            drafts=self.drafts,
-            wanted_drafts=self.wanted_drafts,
-            num_unresolved=self.num_unresolved,
+            step,
+            tuple(self.assignments),
+            tuple(self.table_updates),
+            tuple(self.copies),
+            tuple(self.slots),
+            tuple(self.starts),
+            tuple(self.num_tokens),
+            tuple(self.samples),
+            self.num_decodes,
+            self.num_scored,
+            tuple(self.snapshots),
+            self.drafts,
+            self.wanted_drafts,
+            self.num_unresolved,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:
