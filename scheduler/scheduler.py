@@ -375,7 +375,7 @@ class Scheduler:
         if self._drafter is not None:
             self._add_drafts(self._drafter, batch)
         if self._kv.has_states:
-            batch.snapshots = self._kv.snapshots_in_decodes(ready)
+            batch.snapshots = self._kv.snapshots_in_decodes(ready, batch.drafts)
         if batch.drafts:
             for sequence, drafts in zip(ready, batch.drafts, strict=True):
                 sequence.add_drafts(len(drafts))

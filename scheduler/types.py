@@ -166,7 +166,8 @@ class BlockCopy(NamedTuple):
 
 class StateSnapshot(NamedTuple):
     """State `state`, of the pool of recurrent states, becomes what the sequence in row `row` has
-    after the first num_tokens tokens of that row."""
+    after the first num_tokens tokens of that row; where some of these are drafts, and not all of
+    those are accepted, it means nothing afterwards."""
 
     row: int
     num_tokens: int

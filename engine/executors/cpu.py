@@ -224,6 +224,11 @@ class CpuExecutor:
             more = found.further[i].token_ids if i in found.further else ()
             for position, token_id in enumerate((found.token_ids[i], *more), row.length):
                 self._tokens[row.slot, position] = token_id
+        if self._native is not None:  # those that have drafts are the first of all
+            further = found.further
+            self._native.accept(
+                [len(further[i].token_ids) if i in further else 0 for i in range(num_decodes)]
+            )
         forced = self._forced(row.slot for row in rows)
         return done._replace(**found._asdict(), forced=forced)
 

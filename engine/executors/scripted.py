@@ -13,7 +13,7 @@ greedy id has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE`
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -43,7 +43,6 @@ from penstock.scheduler.types import (
     SampledTokens,
     ScheduledBatch,
     SlotAssignment,
-    StateSnapshot,
     TokenLogprobs,
 )
 
@@ -194,19 +193,20 @@ class ScriptedExecutor:
         prompts: list[PromptOutput] = []
         starts = self._starts(batch)
         rows = zip(batch.slots, starts, batch.num_tokens, batch.samples, strict=True)
-        snapshots: dict[int, list[StateSnapshot]] = {}
-        for snapshot in batch.snapshots:
-            snapshots.setdefault(snapshot.row, []).append(snapshot)
+        # By row: the states that are copies of its own, by how long it is then.
+        copies: dict[int, dict[int, int]] = {}
+        for row, num, state in batch.snapshots:
+            copies.setdefault(row, {})[starts[row] + num] = state
         for row, (slot_id, start, num_tokens, samples) in enumerate(rows):
             slot = self._slots[slot_id]
+            drafts = batch.drafts[row] if row < len(batch.drafts) else ()
+            length = start + num_tokens - len(drafts)
             self._write(slot, start, num_tokens)
-            if self.info.num_states:
-                self._advance(slot, start, num_tokens, snapshots.get(row, []))
+            self._advance(slot, start, length, copies.get(row, {}))
             if slot.prompt_request:
                 prompts += self._read_prompt(slot, start, start + num_tokens)
             if samples:
-                drafts = batch.drafts[row] if row < len(batch.drafts) else ()
-                sampled.append(self._sample_row(slot_id, start + num_tokens - len(drafts), drafts))
+                sampled.append(self._sample_row(slot_id, length, drafts, copies.get(row, {})))
                 logprobs.append(self._logprobs(slot, sampled[-1][0]))
         wants_logprobs = any(entry is not None for entry in logprobs)
         failed: dict[int, FinishReason] = {}
@@ -277,23 +277,25 @@ class ScriptedExecutor:
                 pool.ids[place] = slot.token_ids[position]
                 pool.digests[place] = mix(before, slot.token_ids[position] + 1)
 
-    def _advance(
-        self, slot: Slot, start: int, num_tokens: int, snapshots: list[StateSnapshot]
-    ) -> None:
-        """As a recurrence changes a sequence's state, and copies are made of it on the way."""
+    def _advance(self, slot: Slot, start: int, end: int, copies: Mapping[int, int]) -> None:
+        """As a recurrence changes a sequence's state, and copies are made of it on the way. copies:
+        states by how many tokens they have seen."""
+        if not self.info.num_states:
+            return
         lengths, digests = self._states
         own = slot.tables[len(self._groups)][0]
         if start == 0:
             lengths[own], digests[own] = 0, 0
         assert lengths[own] == start, f"the state is that of {lengths[own]} tokens, not {start}"
-        for position in range(start, start + num_tokens):
+        for position in range(start, end):
             lengths[own] = position + 1
             digests[own] = mix(digests[own], slot.token_ids[position] + 1)
-            for snapshot in snapshots:
-                if snapshot.num_tokens == position + 1 - start:
-                    lengths[snapshot.state], digests[snapshot.state] = lengths[own], digests[own]
+            if (state := copies.get(position + 1)) is not None:
+                lengths[state], digests[state] = lengths[own], digests[own]
 
-    def _sample_row(self, slot_id: int, length: int, drafts: tuple[int, ...]) -> list[int]:
+    def _sample_row(
+        self, slot_id: int, length: int, drafts: tuple[int, ...], copies: Mapping[int, int]
+    ) -> list[int]:
         """The id after so many tokens, and those after each draft that is right."""
         ids = [self._sample(slot_id, length)]
         for number, draft in enumerate(drafts, start=1):
@@ -303,6 +305,7 @@ class ScriptedExecutor:
                 table.advance([slot_id], ids[-1:], table.constraints([slot_id]))
                 table.start([slot_id])
                 table.wait()
+            self._advance(self._slots[slot_id], length + number - 1, length + number, copies)
             ids.append(self._sample(slot_id, length + number))
         return ids
 

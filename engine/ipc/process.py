@@ -161,8 +161,7 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
         if config.speculative is None:
             return None
         raise InvalidConfig(
-            "--speculative-config needs one process on a CPU, the compiled step, and a model "
-            "without recurrent layers; leave it out"
+            "--speculative-config needs one process on a CPU and the compiled step; leave it out"
         )
     sources: list[Source] = [Prediction(), OwnText()]
     if wanted.method is not DraftMethod.NGRAM:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.config import AttentionBackend, Dtype, EngineConfig, KVCacheDtype
+from penstock.engine.config import (
+    AttentionBackend,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    SpeculativeConfig,
+)
 from penstock.engine.executors.cpu import HostModel
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.devices import choose_dtype, measure_rates
@@ -119,10 +125,11 @@ class CpuLoading(DecoderLoading):
         model: Model = native or self.llama
         if (group := self.place.tensor).size > 1:
             model = GatheredModel(model, group, self.whole.vocab_size)
+        info = self._info(size, native)
         loaded = HostModel(
             model=model,
             pool=pool,
-            info=self._info(size, native),
+            info=info,
             adapters=self.adapters(**({} if native is None else {"make": native.packed_adapter})),
             grammars=self.grammars(),
             max_num_seqs=self.config.scheduler.max_num_seqs,
@@ -136,12 +143,28 @@ class CpuLoading(DecoderLoading):
                 weights=self.num_weight_bytes or 0,
                 kv_pool=size.num_bytes(self.pools),
                 adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
+                drafts=self._draft_bytes() if info.takes_drafts else None,
                 pool_notes=pool_notes(size, self.pools),
             ),
         )
         if native is not None and self._library is not None:
             loaded.build_input, loaded.draw = partial(gather_input, self._library), native.draw
         return loaded
+
+    def _draft_bytes(self) -> int | None:
+        """Of the most drafts of a step: what each recurrent layer's projections give for them, in
+        float32, in rows as wide as any layer's, and the quarter by which a buffer grows."""
+        num_layers = sum(self.model.recurrent)
+        wanted = self.config.speculative or SpeculativeConfig()
+        scheduler = self.config.scheduler
+        most = min(
+            wanted.num_speculative_tokens * scheduler.max_num_seqs, scheduler.max_step_tokens
+        )
+        widths = [
+            sum(each.shape[0] for name, each in layer.mixer.linears.items() if name != "output")
+            for layer in self.model.layers
+        ]
+        return 5 * num_layers * most * max(widths) or None
 
     def _choose_library(self) -> torch.dtype:
         """The compiled step, where there is one, and the type of the weights."""
@@ -212,8 +235,8 @@ class CpuLoading(DecoderLoading):
         return self.described(
             size,
             computed_by=computed_by,
-            # Torch's operators round by the number of rows, and a state cannot be gone back to.
-            takes_drafts=native is not None and not is_shared and self.layout.state is None,
+            # Torch's operators round by the number of rows.
+            takes_drafts=native is not None and not is_shared,
             **rates,
         )
 

@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 # The order of the lines in the log.
 _LINES = (
-    *("weights", "adapters", "kv_pool", "draft_model", "activations", "graphs", "staging"),
+    *("weights", "adapters", "kv_pool", "draft_model", "drafts", "activations"),
+    *("graphs", "staging"),
     *("others", "free", "total"),
 )
 _ADAPTERS = "--max-loras of them, of --max-lora-rank"
@@ -25,9 +26,10 @@ class Ledger:
 
     others: in use before the start. adapters: of the most LoRA adapters of the highest rank; a GPU
     has it from the start, and a processor takes it as they are loaded. activations: the most that a
-    step needs besides the rest. staging: of blocks on their way to the host's memory and back.
-    draft_model: its weights, and its keys and values. None: not measured on this device, or not a
-    part of it. pool_notes: what the pools have.
+    step needs besides the rest. drafts: what a step keeps of drafts in recurrent layers, until it
+    is known which are right, at most. staging: of blocks on their way to the host's memory and
+    back. draft_model: its weights, and its keys and values. None: not measured on this device, or
+    not a part of it. pool_notes: what the pools have.
     """
 
     total: int = 0
@@ -36,6 +38,7 @@ class Ledger:
     kv_pool: int = 0
     adapters: int | None = None
     activations: int | None = None
+    drafts: int | None = None
     graphs: int | None = None
     staging: int | None = None
     draft_model: int | None = None
@@ -44,7 +47,7 @@ class Ledger:
     @property
     def free(self) -> int:
         parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
-        more = (self.graphs, self.staging, self.draft_model)
+        more = (self.drafts, self.graphs, self.staging, self.draft_model)
         return self.total - sum(part or 0 for part in (*parts, *more))
 
     def log(self) -> None:

@@ -39,6 +39,7 @@ def gather_input(
         num_decodes=num_single(batch),
         sample_rows=torch.tensor(sample_rows(batch), dtype=torch.int64),
         snapshots=batch.snapshots,
+        num_drafts=tuple(map(len, batch.drafts)),
     )
     numbers = c_int64 * num_sequences
     slots, starts, counts = (

@@ -2,7 +2,9 @@
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from ctypes import Structure, c_char_p, c_int64, c_void_p
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -50,6 +52,9 @@ class NativeModel:
         self._model, layers = pack_model(packer, model, pool, threads)
         self._rows = [_adapted_rows(layer) for layer in layers]
         self._pointed_into = (packer, pool)
+        self._has_states = any(config.recurrent)
+        # The last step, where it had drafts and layers with states, and what it points into.
+        self._drafted: tuple[object, ...] | None = None
         # Reused: page faults of new memory take longer than what is written to it.
         self._logits = torch.empty(0, self._vocab_size)
         library.penstock_make.restype = c_void_p
@@ -87,6 +92,16 @@ class NativeModel:
         )
         self._library.penstock_logits(self._workspace, ctypes.byref(native_step))
         return logits
+
+    def accept(self, nums: Sequence[int]) -> None:
+        """Says how many drafts of each of the first sequences of the last step are right: recurrent
+        states go on over them."""
+        if self._drafted is None or not any(nums):
+            return
+        native_step, step, *_ = self._drafted
+        assert isinstance(native_step, Structure) and isinstance(step, ModelInput)
+        accepted = (c_int64 * len(step.context_lens))(*nums)
+        self._library.penstock_accept(self._workspace, ctypes.byref(native_step), accepted)
 
     def packed_adapter(self, adapter: Adapter) -> NativeAdapter:
         """Returns what `ModelInput.adapters` needs."""
@@ -137,6 +152,7 @@ class NativeModel:
         received, sent = self._passed(len(step.token_ids))
         snapshots = [number for snapshot in step.snapshots for number in snapshot]
         numbers = (c_int64 * len(snapshots))(*snapshots)
+        drafts = self._draft_starts(step) if self._has_states else None
         native_step = _STEP(
             tokens=len(step.token_ids),
             sequences=len(step.context_lens),
@@ -156,15 +172,25 @@ class NativeModel:
             timeout_ns=self._group.timeout_ns if self._group else 0,
             snapshots=ctypes.addressof(numbers),
             num_snapshots=len(step.snapshots),
+            draft_starts=_address(drafts),
             input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),
         )
         self._compute(native_step)
+        self._drafted = None
+        if drafts is not None:
+            self._drafted = native_step, step, query_starts, numbers, drafts
         if received is not None:
             self._pipeline.taken()
         if sent is not None:
             self._pipeline.send()
+
+    def _draft_starts(self, step: ModelInput) -> Tensor | None:
+        if not any(step.num_drafts):
+            return None
+        nums = (*step.num_drafts, *[0] * (len(step.context_lens) - len(step.num_drafts)))
+        return torch.tensor((0, *accumulate(nums)), dtype=torch.int32)
 
     def _passed(self, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
         """Returns what the stage before has sent, and room for what the one after receives."""

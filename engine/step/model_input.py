@@ -36,6 +36,7 @@ class ModelInput:
     query_starts: B + 1 offsets into the T tokens; context_lens: B lengths, this step's tokens
     included. The first num_decodes sequences have one token each. sample_rows: (S,) int64, which of
     the T tokens are sampled after. adapters: of the tokens that have one, in their order.
+    num_drafts: of the first sequences, how many of their last tokens are drafts.
     snapshots: as of `ScheduledBatch`; in the group of recurrent states, the first entry of a
     sequence's block table is its state, and its kv_slots mean nothing.
     """
@@ -50,6 +51,7 @@ class ModelInput:
     sample_rows: Tensor
     adapters: tuple[AdapterRun, ...] = ()
     snapshots: tuple[StateSnapshot, ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> "ModelInput":
         names = ("token_ids", "positions", "kv_slots", "block_tables", "sample_rows")
@@ -97,6 +99,7 @@ def build_model_input(
         num_decodes=num_single(batch),
         sample_rows=torch.tensor(sample_rows(batch), dtype=torch.int64, device=device),
         snapshots=batch.snapshots,
+        num_drafts=tuple(map(len, batch.drafts)),
     )
 
 

@@ -171,19 +171,24 @@ class KVCache:
             for position, state in each.snapshots(sequence.tables[index], start, start + num_tokens)
         ]
 
-    def snapshots_in_decodes(self, sequences: Items[Sequence]) -> list[StateSnapshot]:
+    def snapshots_in_decodes(
+        self, sequences: Items[Sequence], drafts: Items[Items[int]] = ()
+    ) -> list[StateSnapshot]:
         """Those to be taken by a step in whose rows these run one token each, already counted as
-        computed."""
+        computed, and after it the drafts: of a row with several ends of blocks, at the first."""
         snapshots: list[StateSnapshot] = []
         if not self._enable_prefix_caching:
             return snapshots
         for row, sequence in enumerate(sequences):
-            if sequence.num_computed % self.block_size:
+            num_before = -sequence.num_computed % self.block_size  # drafts up to the block's end
+            if num_before > (len(drafts[row]) if drafts else 0):
                 continue
+            position = sequence.num_computed + num_before
             for index, each in self._states:
-                state = each.answer_snapshot(sequence.tables[index], sequence.num_computed)
+                table = sequence.tables[index]
+                state = each.answer_snapshot(table, position, is_draft=num_before > 0)
                 if state is not None:
-                    snapshots.append(StateSnapshot(row, 1, state))
+                    snapshots.append(StateSnapshot(row, 1 + num_before, state))
         return snapshots
 
     def grow(self, sequence: Sequence, num_tokens: int, updates: list[TableUpdate]) -> None:

@@ -34,8 +34,9 @@ class StateTable(BlockTable):
     """block_ids: the state of a running sequence, alone.
 
     wanted: positions in its prompt after which a snapshot is to be taken, ascending. pending:
-    snapshots that launched steps take and that cannot be found yet. newest: the state and digest of
-    the last that was taken of its answer.
+    snapshots that launched steps take and that cannot be found yet, or that wait for a step whose
+    drafts are right up to there. newest: the state and digest of the last that was taken of its
+    answer.
     """
 
     wanted: list[int] = field(default_factory=list)
@@ -117,18 +118,21 @@ class StateCache(BlockPool):
                 taken.append((position, state))
         return taken
 
-    def answer_snapshot(self, table: BlockTable, position: int) -> int | None:
+    def answer_snapshot(
+        self, table: BlockTable, position: int, *, is_draft: bool = False
+    ) -> int | None:
         """The state that the step shall write which computes the last token of a block of its
-        answer, the one before `position`; None where there is none."""
+        answer, the one before `position`; None where there is none. is_draft: that token is one,
+        and where it is wrong, a later step shall write it."""
         assert isinstance(table, StateTable)
-        if table.newest is not None:
-            state, digest = table.newest
-            if self.find(digest) == state:
-                self.drop(state)
-            table.newest = None
+        num_blocks = position // self._block_size
+        if table.pending and table.pending[-1].num_blocks == num_blocks:
+            return table.pending[-1].state
+        if not is_draft:
+            self._drop_newest(table)
         taken = self.take()
         if taken is not None:
-            table.pending.append(_Pending(position // self._block_size, taken, True))
+            table.pending.append(_Pending(num_blocks, taken, True))
         return taken
 
     def cache(self, table: BlockTable, digests: Sequence[bytes], root: bytes) -> None:
@@ -137,6 +141,8 @@ class StateCache(BlockPool):
         while table.pending and table.pending[0].num_blocks <= len(digests):
             num_blocks, state, is_of_answer = table.pending.pop(0)
             digest = digests[num_blocks - 1]
+            if is_of_answer:
+                self._drop_newest(table)
             # Where there is another of the same tokens, this one becomes free.
             if self.add(digest, state) and is_of_answer:
                 table.newest = state, digest
@@ -153,3 +159,10 @@ class StateCache(BlockPool):
         for digest in digests:
             if (state := self.find(digest)) is not None:
                 self.drop(state)
+
+    def _drop_newest(self, table: StateTable) -> None:
+        if table.newest is not None:
+            state, digest = table.newest
+            if self.find(digest) == state:
+                self.drop(state)
+            table.newest = None

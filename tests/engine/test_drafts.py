@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llguidance import LLMatcher
+from torch import Tensor
 
 from penstock.engine.config import (
     AdapterSource,
@@ -15,6 +17,8 @@ from penstock.engine.config import (
     LoraConfig,
     Quantization,
 )
+from penstock.engine.executors.cpu import CpuExecutor
+from penstock.scheduler.cache.state_cache import StateCache
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
 from penstock.scheduler.types import Request, SamplingParams
@@ -145,6 +149,9 @@ def _tiny(path: Path, family: str, **changes: Any) -> tuple[EngineConfig, Any]:
         ("llama_biases", {"kv_cache_dtype": KVCacheDtype.INT8}),
         ("qwen3", {"quantization": Quantization.INT4}),
         ("qwen3", {"quantization": Quantization.INT8, "num_threads": 2}),
+        ("qwen3_5", {}),
+        ("qwen3_5_narrow", {"num_threads": 2}),
+        ("qwen3_5_moe", {"quantization": Quantization.INT8}),
     ],
 )
 def test_families_and_formats_answer_with_drafts_what_they_answer_without(
@@ -162,6 +169,90 @@ def test_families_and_formats_answer_with_drafts_what_they_answer_without(
         found = answers_of(requests, SteppedEngine(config, drafter=drafter).run(requests))
         assert found == expected
         assert drafter.stats[-1].num_accepted_tokens > 20
+
+
+HYBRIDS = ["qwen3_5", "qwen3_5_moe"]
+
+
+def _hybrid_requests(way: str, n: int = 1) -> list[Request]:
+    sampling = SamplingParams(max_tokens=60, seed=4, **WAYS[way])
+    return [
+        replace(make_request(str(i), prompt), sampling=sampling, n=n)
+        for i, prompt in enumerate([[5, 6, 7], [3, 9] * 20, list(range(3, 60))])
+    ]
+
+
+def _snapshots(engine: SteppedEngine) -> dict[bytes, Tensor]:
+    """The recurrent states that can be found again, by the digest of their last block."""
+    cache = engine.scheduler._kv.groups[-1]
+    assert isinstance(engine.executor, CpuExecutor)
+    recurrent = engine.executor.pool.recurrent
+    assert isinstance(cache, StateCache) and recurrent is not None
+    return {
+        digest: torch.cat(
+            (recurrent.matrices[:, state].flatten(), recurrent.inputs[:, state].flatten())
+        )
+        for digest, state in cache._block_of.items()
+    }
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("way", ["greedy", "drawn", "penalties"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_recurrent_states_are_those_of_accepted_drafts_alone(
+    family: str, way: str, share: float, tmp_path: Path
+) -> None:
+    config, _ = _tiny(tmp_path, family)
+    config = replace(config, block_size=8)
+    requests = _hybrid_requests(way, n=2)
+    plain = SteppedEngine(config)
+    expected = answers_of(requests, plain.run(requests))
+    oracle = _oracle(requests, expected, share)
+    drafter = EveryDraft([oracle], most=7)
+    drafted = SteppedEngine(config, drafter=drafter)
+    assert answers_of(requests, drafted.run(requests)) == expected
+    assert bool(drafter.stats[-1].num_accepted_tokens) == bool(share)
+    # As many are found, and all of them hold what they hold without drafts.
+    found, right = _snapshots(drafted), _snapshots(plain)
+    assert found.keys() == right.keys() and len(found) > len(requests)
+    assert all(torch.equal(found[digest], right[digest]) for digest in found)
+
+
+def test_states_are_right_after_a_preemption_amid_drafts(tmp_path: Path) -> None:
+    config, _ = _tiny(tmp_path, "qwen3_5")
+    requests = _hybrid_requests("drawn", n=2)
+    expected = answers_of(requests, SteppedEngine(config).run(requests))
+    oracle = _oracle(requests, expected, 0.7)
+    for enough in (True, False):
+        scheduler = replace(config.scheduler, enable_prefix_caching=enough)
+        short = replace(config, scheduler=scheduler)
+        drafted = SteppedEngine(short, drafter=EveryDraft([oracle], most=7), num_blocks=18)
+        assert answers_of(requests, drafted.run(requests)) == expected
+        assert drafted.scheduler.stats().preemptions_total
+
+
+def test_the_next_turn_goes_on_from_a_state_after_accepted_drafts(tmp_path: Path) -> None:
+    config, _ = _tiny(tmp_path, "qwen3_5")
+    requests = _hybrid_requests("greedy")[:2]
+    plain = SteppedEngine(config)
+    expected = answers_of(requests, plain.run(requests))
+    oracle = _oracle(requests, expected, 0.6)
+    drafted = SteppedEngine(config, drafter=EveryDraft([oracle], most=7))
+    drafted.run(requests)
+    again = [
+        replace(
+            request,
+            prompt_token_ids=(*request.prompt_token_ids, *ids, 7, 8, 9),
+            sampling=replace(request.sampling, max_tokens=10),
+        )
+        for request, (ids, *_) in zip(requests, expected.values(), strict=True)
+    ]
+    drafted.scheduler._drafter = None
+    outputs = drafted.run(again)
+    assert answers_of(again, outputs) == answers_of(again, SteppedEngine(config).run(again))
+    for request, of_request, of_plain in zip(again, outputs, plain.run(again), strict=True):
+        assert of_request[0].num_cached_tokens == of_plain[0].num_cached_tokens
+        assert of_request[0].num_cached_tokens > len(request.prompt_token_ids) - 3 - 16 - 1
 
 
 def test_an_adapters_answers_are_the_same_beside_those_of_the_base_model(tmp_path: Path) -> None:

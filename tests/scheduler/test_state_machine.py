@@ -57,8 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_in_flight: int,
         data: st.DataObject,
     ) -> None:
-        # A state cannot be gone back to.
-        self.drafts = source() if source is not None and not num_states else None
+        # A snapshot is of a number of tokens that is known when its step is scheduled.
+        is_ahead = max(num_in_flight, num_cohorts) > 1
+        self.drafts = None if source is None or (num_states and is_ahead) else source()
         drafter, propose = None, None
         if isinstance(self.drafts, OracleProposer):
             propose, drafter = self.drafts, EveryDraft([], most=5, proposes="model")
@@ -142,11 +143,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests[name] = request
         if self.drafts:
-            alone = run_alone(request, max_model_len=MAX_MODEL_LEN, windows=self.windows)
+            alone = self.alone(request)
             self.drafts.learn(request, [alone.tokens[name, index] for index in range(n)])
         self.driver.scheduler.add(request, is_ready=is_ready)
         if is_ready:
             self.ready.add(name)
+
+    def alone(self, request: Request) -> Driver:
+        return run_alone(
+            request,
+            max_model_len=MAX_MODEL_LEN,
+            windows=self.windows,
+            num_states=8 * bool(self.num_states),
+        )
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -308,12 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert driver.scheduler.num_waiting == 0
         assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
         for name, request in self.requests.items():
-            alone = run_alone(
-                request,
-                max_model_len=MAX_MODEL_LEN,
-                windows=self.windows,
-                num_states=8 * bool(self.num_states),
-            )
+            alone = self.alone(request)
             if driver.finishes[name, 0][0].reason is not FinishReason.ABORT or driver.prompts[name]:
                 assert driver.prompts[name] == alone.prompts[name]
             for index in range(request.n):

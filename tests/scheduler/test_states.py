@@ -1,18 +1,28 @@
 """Layers with a recurrence beside others: which states are kept, and what is found by them."""
 
+import pytest
+
 from penstock.scheduler.cache.state_cache import OPENING
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.drafts.drafter import Drafter
+from tests.support.drafting import EveryDraft, Oracle
 from tests.support.scheduling import Driver, make_request, run_alone
 
 BLOCK = 4
 PROMPT = list(range(3, 43))  # ten blocks
 
 
-def driver(num_states: int = 16, *, max_num_seqs: int = 4, caching: bool = True) -> Driver:
+def driver(
+    num_states: int = 16,
+    *,
+    max_num_seqs: int = 4,
+    caching: bool = True,
+    drafter: Drafter | None = None,
+) -> Driver:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=32, enable_prefix_caching=caching
     )
-    return Driver(config=config, num_states=num_states)
+    return Driver(config=config, num_states=num_states, drafter=drafter)
 
 
 def ask(states: Driver, name: str, prompt: list[int], max_tokens: int = 3, n: int = 1) -> int:
@@ -119,6 +129,25 @@ def test_where_all_states_are_used_no_snapshot_is_taken() -> None:
     ask(states, "a", PROMPT)
     assert not any(batch.snapshots for batch in states.batches)
     assert states.scheduler.stats().groups[1].num_free == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("most", [3, 9])
+def test_with_drafts_an_answers_snapshot_is_of_what_was_accepted(share: float, most: int) -> None:
+    request = make_request("a", PROMPT, max_tokens=41)
+    alone = run_alone(request, num_states=16)
+    oracle = Oracle(share)
+    oracle.learn(request, [alone.tokens["a", 0]])
+    states = driver(drafter=EveryDraft([oracle], most))
+    assert ask(states, "a", PROMPT, max_tokens=41) == 0
+    states.scheduler._drafter = None
+    assert states.scheduler.stats().groups[1].num_evictable == 2
+    assert states.scheduler.stats().groups[1].num_used == 0
+    # The next turn goes on from the last full block or, where drafts were accepted beyond several,
+    # from one before.
+    second = [*PROMPT, *states.tokens["a", 0], *range(60, 70)]
+    num_cached = ask(states, "b", second)
+    assert num_cached <= 80 and num_cached >= 80 - (BLOCK * 2 if most > BLOCK else 0)
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_snapshot() -> None:

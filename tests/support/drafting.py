@@ -38,7 +38,7 @@ class Oracle:
 
     def _drafts(self, right: list[int]) -> list[int]:
         return [
-            each if self._random.random() < self._share else each + 1
+            each if self._random.random() < self._share else each ^ 1
             for each in (*right, *(0 for _ in range(32 - len(right))))
         ]
 

@@ -431,9 +431,11 @@ class Harness:
         num_decodes: int = 0,
         adapters: Mapping[int, Any] = MappingProxyType({}),
         snapshots: tuple[StateSnapshot, ...] = (),
+        num_drafts: tuple[int, ...] = (),
     ) -> list[Tensor]:
         """rows: (slot, start, number of tokens). adapters: by slot, as the model has made them.
-        Returns the logits of every token, row by row."""
+        num_drafts: of these tokens, as of `ModelInput`. Returns the logits of every token, row
+        by row."""
         slots, starts, counts = zip(*rows, strict=True)
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes, snapshots=snapshots)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
@@ -442,7 +444,8 @@ class Harness:
             for slot, first, count in zip(slots, step.query_starts, counts, strict=False)
             if slot in adapters
         )
-        step = replace(step, sample_rows=torch.arange(sum(counts)), adapters=runs)
+        every = torch.arange(sum(counts))
+        step = replace(step, sample_rows=every, adapters=runs, num_drafts=num_drafts)
         return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 

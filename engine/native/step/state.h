@@ -93,7 +93,7 @@ struct Workspace {
 
     const Model &model;
     std::vector<Worker> workers;
-    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs;
+    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, drafted;
     Bytes x, mlp, coded;
     Routing routing;
     // 0, or of the last step 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
@@ -129,6 +129,7 @@ struct StepState {
         if (model.has_post_norms || model.ranks.group)
             change = memory.change.reserve(step.tokens * model.hidden * (are_beside() ? 2 : 1));
         wide = memory.wide.reserve(step.tokens * qkv_size);
+        if (step.draft_starts) drafted = memory.drafted.reserve(drafted_before(model.num_layers));
         x = memory.x.reserve(rows * x_step);
         mlp = memory.mlp.reserve(rows * mlp_step + (expert_rows + kSpare) * expert_step);
         expert_mlp = mlp + rows * mlp_step;
@@ -144,6 +145,11 @@ struct StepState {
     }
 
     float *residual_of(int64_t t) const { return residual + t * model.hidden; }
+    int64_t num_drafts(int64_t sequence) const {
+        return step.draft_starts ? step.draft_starts[sequence + 1] - step.draft_starts[sequence] : 0;
+    }
+    // Of all drafts, what a delta net's projections have given: (drafts, qkv_size).
+    float *drafted_of(int64_t layer) const { return drafted + drafted_before(layer); }
     // Adds some columns that a product gives for a token to the residual stream, or puts them where something comes
     // between.
     void add(int64_t t, int64_t n, const float *y, int64_t count) const {
@@ -160,7 +166,7 @@ struct StepState {
     const Step step;
     const int64_t qkv_size, attended_size;  // between tokens: of what a mixer's first product gives; of what it gives to its last
     const int64_t x_step, mlp_step, expert_step, expert_rows;
-    float *residual, *wide, *change = nullptr;
+    float *residual, *wide, *change = nullptr, *drafted = nullptr;
     unsigned char *x;    // of X: normalised, then what the heads have attended to
     unsigned char *mlp, *expert_mlp;  // of X: activation(gate) * up, of MLPs and of experts
     // Where products read codes: what the heads have attended to, activation(gate) * up, and codes.
@@ -172,6 +178,11 @@ struct StepState {
         int64_t found = 0;
         for (int64_t l = 0; l < model.num_layers; ++l) found = std::max(found, of(model.layers[l]));
         return found;
+    }
+    int64_t drafted_before(int64_t layer) const {
+        int64_t nets = 0;
+        for (int64_t l = 0; l < layer; ++l) nets += model.layers[l].delta_net.output.rows > 0;
+        return nets * step.draft_starts[step.sequences] * qkv_size;
     }
     bool are_beside() const { return model.experts.num_experts && model.layers[0].mlp.size; }
 

@@ -74,6 +74,27 @@ class StepJob : public Job {
     Phases phases_;
 };
 
+// Drafts of a step are right: recurrent states go on over them.
+class Acceptance : public Job {
+  public:
+    Acceptance(Workspace &workspace, const Step &step, const int64_t *accepted)
+        : context_(workspace, step), accepted_(accepted, accepted + step.sequences),
+          phases_(step.draft_starts ? context_.state.model.num_layers : 0, workspace.team.size()) {}
+
+    void run(int number) override {
+        const Model &model = context_.state.model;
+        StepThread thread{context_.state.workspace.workers[number], phases_.first()};
+        for (int64_t l = 0; l < model.num_layers; ++l)
+            if (model.layers[l].delta_net.output.rows) delta_net_.accept(thread, l, accepted_.data());
+    }
+
+  private:
+    StepContext context_;
+    DeltaNetPhases delta_net_{context_};
+    const std::vector<int64_t> accepted_;
+    Phases phases_;
+};
+
 class Draws : public Job {
   public:
     Draws(const Draw &draw, int64_t threads) : draw_(draw), phase_(1, threads) {}
@@ -140,6 +161,12 @@ extern "C" void penstock_free(void *workspace) { delete static_cast<Workspace *>
 extern "C" int64_t penstock_step(void *workspace, const Step *step) {
     run(workspace, step, false);
     return static_cast<Workspace *>(workspace)->routing.num_read();
+}
+
+// After a step with drafts, and before the next: of each sequence, how many are right. step: the same.
+extern "C" void penstock_accept(void *workspace, const Step *step, const int64_t *accepted) {
+    auto &memory = *static_cast<Workspace *>(workspace);
+    memory.team.run(std::make_shared<Acceptance>(memory, *step, accepted));
 }
 
 // Returns Workspace::failed of the last step.

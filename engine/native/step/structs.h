@@ -199,6 +199,9 @@ struct Step {
     // (num_snapshots, 3): a sequence, how many of its tokens, and the state that then has a copy of its state.
     const int64_t *snapshots;
     int64_t num_snapshots;
+    // (sequences + 1) or null: a sequence's last tokens may be drafts; where they begin, among those of all. What layers
+    // with a recurrence make of them is in no state before penstock_accept.
+    const int32_t *draft_starts;
     const float *input_rows;  // (tokens, num_layers * inputs.size), added to the layers' own inputs
     // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Where layers have inputs of
     // their own, the embedded tokens follow, (tokens, hidden), of which these are made. Null in the first stage, which

@@ -2,9 +2,10 @@
 into steps, and snapshots from which it goes on."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from penstock.engine.models.parts.delta_net.layer import (
     torch_recurrence,
 )
 from penstock.engine.models.weights import Checkpoint
+from penstock.engine.native.model import NativeModel
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams, StateSnapshot
@@ -206,6 +208,54 @@ def test_a_sequence_has_the_same_bits_in_chunks_in_company_and_with_other_thread
         made = harness(odd, prompts, native=True, dtype=dtype, threads=3)
         for found in (bits(made, 0, size), bits(made, 2, size, (1, 0, 23), (3, 0, 1))):
             assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_after_drafts_a_state_has_the_bits_of_those_that_were_accepted_alone(
+    dtype: torch.dtype, threads: int, odd: Path
+) -> None:
+    prompts = torch.randint(3, 96, (2, PROMPT_LEN), generator=torch.Generator().manual_seed(1))
+    plain, drafted = (
+        harness(odd, prompts, native=True, dtype=dtype, threads=threads) for _ in range(2)
+    )
+    random, lengths, tables = Random(4), [9, 20], drafted.token_table.clone()
+    for made in (plain, drafted):
+        made.run([(0, 0, 9), (1, 0, 20)])
+    while max(lengths) < PROMPT_LEN - 7:
+        nums = random.randint(0, 6), random.randint(0, 6)
+        accepted = [random.randint(0, num) for num in nums]
+        drafted.token_table[:] = tables
+        for slot in (0, 1):
+            drafted.token_table[slot, lengths[slot] + 1 + accepted[slot] :] = 5
+        found = drafted.run(
+            [(slot, lengths[slot], 1 + nums[slot]) for slot in (0, 1)],
+            num_drafts=nums,
+            snapshots=(
+                StateSnapshot(0, 1, 4),
+                *([StateSnapshot(0, 1 + accepted[0], 5)] if accepted[0] else []),
+                *([StateSnapshot(1, 1 + nums[1], 6)] if accepted[1] < nums[1] else []),
+            ),
+        )
+        before = [each.clone() for each in states(drafted, 6)]
+        assert isinstance(drafted.model, NativeModel)
+        drafted.model.accept(accepted)
+        for slot in (0, 1):
+            for number in range(1 + accepted[slot]):
+                [expected] = plain.run([(slot, lengths[slot] + number, 1)], num_decodes=1)
+                assert torch.equal(found[slot][number], expected[0])
+                if slot == number == 0:
+                    assert _are_equal(states(drafted, 4), states(plain, 0))
+            lengths[slot] += 1 + accepted[slot]
+            assert _are_equal(states(drafted, slot), states(plain, slot))
+        if accepted[0]:
+            assert _are_equal(states(drafted, 5), states(plain, 0))
+        assert _are_equal(states(drafted, 6), before)
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 @needs_compiler

@@ -15,7 +15,7 @@
 namespace {
 
 // Tokens [first, end) of a step. They begin with the state `source`, with zeros where that is -1, and their
-// state is written to `target`.
+// state is written to `target`, or nowhere where that is -1.
 struct StateSegment {
     int64_t first, end, source, target;
 };
@@ -78,8 +78,9 @@ inline void advance(float *matrix, int64_t row_step, int64_t rows, const float *
 // share a state.
 class DeltaNetHead {
   public:
-    static int64_t floats(const DeltaNetLayer &net) {
-        return (net.num_taps + 1) * width(net) + 2 * whole_vectors(net.value_dim);
+    // has_drafts: whether a state may be written nowhere.
+    static int64_t floats(const DeltaNetLayer &net, bool has_drafts) {
+        return own_floats(net) + (has_drafts ? served(net) * net.key_dim * net.value_dim : 0);
     }
 
     // memory: of so many floats.
@@ -91,8 +92,8 @@ class DeltaNetHead {
                  {(net.num_key_heads + key_head) * keys_, keys_, whole_vectors(keys_)},
                  {2 * net.num_key_heads * keys_ + key_head * values_, values_, 2 * whole_vectors(keys_)}},
           window_(memory), mixed_(window_ + net.num_taps * width_), gate_(mixed_ + width_),
-          out_(gate_ + whole_vectors(net.value_dim)) {
-        std::fill_n(memory, floats(net), 0.0f);
+          out_(gate_ + whole_vectors(net.value_dim)), lost_(memory + own_floats(net)) {
+        std::fill_n(memory, own_floats(net), 0.0f);
     }
 
     // projected: of each token what the layer's projections give, so many floats apart. put(token, column, values)
@@ -107,7 +108,7 @@ class DeltaNetHead {
                 put(token, head * net_.value_dim, out_);
             }
         }
-        copy_inputs(segment.target, true);
+        if (segment.target >= 0) copy_inputs(segment.target, true);
     }
 
   private:
@@ -116,12 +117,16 @@ class DeltaNetHead {
         int64_t from, count, to;  // among all channels, and among its own
     };
 
+    static int64_t own_floats(const DeltaNetLayer &net) {
+        return (net.num_taps + 1) * width(net) + 2 * whole_vectors(net.value_dim);
+    }
     static int64_t served(const DeltaNetLayer &net) { return net.num_value_heads / net.num_key_heads; }
     static int64_t width(const DeltaNetLayer &net) {  // of what it computes of a token
         return 2 * whole_vectors(net.key_dim) + whole_vectors(served(net) * net.value_dim);
     }
 
     float *matrix(int64_t state, int64_t head) const {
+        if (state < 0) return lost_ + (head - first_head_) * net_.key_dim * net_.value_dim;
         return net_.matrices + (state * net_.num_value_heads + head) * net_.key_dim * net_.value_dim;
     }
 
@@ -193,7 +198,7 @@ class DeltaNetHead {
     const float eps_;
     const int64_t keys_, values_, width_, all_values_, channels_, first_head_;
     const Part parts_[3];
-    float *const window_, *const mixed_, *const gate_, *const out_;
+    float *const window_, *const mixed_, *const gate_, *const out_, *const lost_;
 };
 
 }  // namespace

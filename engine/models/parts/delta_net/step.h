@@ -17,13 +17,33 @@ class DeltaNetPhases : PartPhases {
         project(thread, layer, inputs, is_apart ? 2 : 3, 0);
         if (is_apart) project(thread, layer, gates, 1, inputs[0].rows + inputs[1].rows);
         thread.run(s_.sequences * net.num_key_heads, [&](int64_t unit) {
-            recur(thread.worker, net, unit / net.num_key_heads, unit % net.num_key_heads);
+            recur(thread.worker, index, unit / net.num_key_heads, unit % net.num_key_heads);
         });
         linears_.multiply_and_add(thread, net.output, {state_.x, state_.x_step}, state_.mixed, state_.attended_size,
                                   {index, kNoStack});
     }
 
+    // accepted: of each sequence, how many of its drafts are right. Their tokens are computed again, from what the
+    // projections gave, as a step without drafts would have.
+    KEEP_APART void accept(StepThread &thread, int64_t index, const int64_t *accepted) {
+        const DeltaNetLayer &net = m_.layers[index].delta_net;
+        thread.run(s_.sequences * net.num_key_heads, [&](int64_t unit) {
+            const int64_t sequence = unit / net.num_key_heads, first = s_.draft_starts[sequence];
+            if (!accepted[sequence]) return;
+            DeltaNetHead head = head_of(thread.worker, net, unit % net.num_key_heads);
+            const int64_t num_certain = num_tokens(sequence) - state_.num_drafts(sequence);
+            go_on(head, net, sequence, {first, first + accepted[sequence], own_state(net, sequence), num_certain},
+                  state_.drafted_of(index), false);
+        });
+    }
+
   private:
+    // Tokens from `first` to before `end`, of a sequence whose row has so many before them. They begin with the state
+    // `source`, as a segment does.
+    struct Tokens {
+        int64_t first, end, source, num_before;
+    };
+
     // column: where the first of these layers writes.
     void project(StepThread &thread, const Layer &layer, const Linear *layers, int count, int64_t column) {
         linears_.multiply_normalised(thread, layer.input_norm, layers, count, {0, kNoStack},
@@ -32,22 +52,49 @@ class DeltaNetPhases : PartPhases {
                                      });
     }
 
-    // All tokens of a sequence, up to each snapshot of its state, which the next go on from.
-    void recur(Worker &worker, const DeltaNetLayer &net, int64_t sequence, int64_t key_head) {
+    // All tokens of a sequence. Its drafts change no state, and what they are made of is kept.
+    void recur(Worker &worker, int64_t index, int64_t sequence, int64_t key_head) {
+        const DeltaNetLayer &net = m_.layers[index].delta_net;
         const int64_t begin = s_.query_starts[sequence], end = s_.query_starts[sequence + 1];
         if (begin == end) return;
-        DeltaNetHead head(net, key_head, float(m_.eps), worker.recurrence.reserve(DeltaNetHead::floats(net)));
-        const int64_t own = s_.block_tables[(net.group * s_.sequences + sequence) * s_.max_blocks];
-        StateSegment segment{begin, begin, -1, s_.positions[begin] ? own : -1};
-        const auto go_on = [&](int64_t until, int64_t target) {
-            segment = {segment.end, until, segment.target, target};
-            head.run(segment, state_.wide, state_.qkv_size,
-                     [&](int64_t t, int64_t n, const float *values) { put(net, t, n, values); });
-        };
-        for (int64_t i = 0; i < s_.num_snapshots; ++i)
-            if (const int64_t *row = s_.snapshots + 3 * i; row[0] == sequence) go_on(begin + row[1], row[2]);
-        go_on(end, own);
+        const int64_t drafts = state_.num_drafts(sequence), own = own_state(net, sequence);
+        DeltaNetHead head = head_of(worker, net, key_head);
+        go_on(head, net, sequence, {begin, end - drafts, s_.positions[begin] ? own : -1, 0}, state_.wide, true);
+        if (!drafts) return;
+        run(head, net, {end - drafts, end, own, -1}, state_.wide, true);
+        if (key_head == 0)
+            std::copy_n(state_.wide + (end - drafts) * state_.qkv_size, drafts * state_.qkv_size,
+                        state_.drafted_of(index) + s_.draft_starts[sequence] * state_.qkv_size);
     }
+    // Up to each snapshot of the sequence's state, which the next tokens go on from, and then to its own.
+    void go_on(DeltaNetHead &head, const DeltaNetLayer &net, int64_t sequence, const Tokens &tokens,
+               const float *projected, bool puts) {
+        StateSegment segment{tokens.first, tokens.first, -1, tokens.source};
+        const auto until = [&](int64_t end, int64_t target) {
+            segment = {segment.end, end, segment.target, target};
+            run(head, net, segment, projected, puts);
+        };
+        for (int64_t i = 0; i < s_.num_snapshots; ++i) {
+            const int64_t *row = s_.snapshots + 3 * i, end = tokens.first + row[1] - tokens.num_before;
+            if (row[0] == sequence && end > tokens.first && end <= tokens.end) until(end, row[2]);
+        }
+        until(tokens.end, own_state(net, sequence));
+    }
+    // puts: whether anything reads what the layer gives for these tokens.
+    KEEP_APART void run(DeltaNetHead &head, const DeltaNetLayer &net, const StateSegment &segment, const float *projected,
+                        bool puts) {
+        head.run(segment, projected, state_.qkv_size, [&](int64_t t, int64_t n, const float *values) {
+            if (puts) put(net, t, n, values);
+        });
+    }
+    DeltaNetHead head_of(Worker &worker, const DeltaNetLayer &net, int64_t key_head) const {
+        const int64_t floats = DeltaNetHead::floats(net, s_.draft_starts != nullptr);
+        return {net, key_head, float(m_.eps), worker.recurrence.reserve(floats)};
+    }
+    int64_t own_state(const DeltaNetLayer &net, int64_t sequence) const {
+        return s_.block_tables[(net.group * s_.sequences + sequence) * s_.max_blocks];
+    }
+    int64_t num_tokens(int64_t sequence) const { return s_.query_starts[sequence + 1] - s_.query_starts[sequence]; }
     // Some columns of what the output projection reads.
     void put(const DeltaNetLayer &net, int64_t t, int64_t n, const float *values) {
         if (is_coded(net.output))
