@@ -15,9 +15,9 @@ from penstock.scheduler.drafts.prices import MARGIN, Price
 from penstock.scheduler.drafts.sources import Told
 from penstock.scheduler.types import SampledTokens
 
-# After so many tokens without a proposal one is tried that is not worth its time; twice as many
-# after each try in a row.
-_PROBE_EVERY, _MAX_PROBE_EVERY = 128, 4096
+# A draft is tried that does not seem worth its time: at once, after so many tokens without one, and
+# twice as many after each try in a row.
+_PROBE_EVERY, _MAX_PROBE_EVERY = 16, 4096
 # A call computes so many tokens of a sequence in little more time than one.
 _FEW = 16
 # While nothing is known: the time of a call, as a share of a step's, and that of a token to catch
@@ -36,7 +36,7 @@ class Proposals(Told):
         """Its draft was asked for to be tried."""
         self._call_s, self._token_s = (deque[float](maxlen=_NUM_KEPT) for _ in range(2))
         self._followed: dict[Sequence, int] = {}  # how long it was when it last had drafts
-        self._num_since_probe, self._probe_every = 0, _PROBE_EVERY
+        self._num_since_probe = self._probe_every = _PROBE_EVERY
 
     def wanted(
         self, sequences: Items[Sequence], rows: Items[list[float]], price: Price
