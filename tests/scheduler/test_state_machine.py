@@ -57,8 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_in_flight: int,
         data: st.DataObject,
     ) -> None:
-        # A snapshot is of a number of tokens that is known when its step is scheduled.
-        is_ahead = max(num_in_flight, num_cohorts) > 1
+        # A snapshot is of a number of tokens that is known when its step is scheduled: in a
+        # pipeline, where a sequence is in one step at a time, it is.
+        is_ahead = num_cohorts == 1 and num_in_flight > 1
         self.drafts = None if source is None or (num_states and is_ahead) else source()
         drafter, propose = None, None
         if isinstance(self.drafts, OracleProposer):
