@@ -113,7 +113,9 @@ class DraftModel:
     def propose(self, rows: list[ProposingRow]) -> Proposals:
         left, runs = CATCH_UP_TOKENS, []
         for row in rows:
-            if row.length >= self._max_model_len:
+            last_id, slot = self._tokens[row.slot, row.length - 1], self._slots[row.slot]
+            has_ended = last_id in slot.assignment.sampling.stop_token_ids
+            if has_ended or row.length >= self._max_model_len:
                 continue
             run = self._first_run(row, left)
             if (num_tokens := run.end - run.start) > _FEW:

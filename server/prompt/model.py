@@ -20,6 +20,7 @@ from penstock.engine.client import (
     ModelFiles,
     ModelImpl,
     ModelInfo,
+    is_gguf,
     open_model,
     with_local_adapters,
 )
@@ -107,9 +108,12 @@ async def with_draft_model(
     settings = replace(config, model=wanted.model, model_impl=ModelImpl.PENSTOCK)
     files = await asyncio.to_thread(open_model, settings)
     encoder = (await prompt_files).encoder
+    if files.download and is_gguf(files.directory):  # which has the tokenizer too
+        await download_weights(files.download, progress)
+        files = replace(files, download=None)
+    await asyncio.to_thread(encoder.check_alike, files.directory, config.load_format)
     if files.download:
         await download_weights(files.download, progress)
-    await asyncio.to_thread(encoder.check_alike, files.directory, config.load_format)
     return replace(config, speculative=replace(wanted, model=str(files.directory)))
 
 

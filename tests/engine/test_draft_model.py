@@ -34,7 +34,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.drafting import EveryDraft
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
-from tests.support.stepping import SteppedEngine
+from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import engine_config, make_model, save
 from tests.support.ways import WAYS, answers_of, requests_of
 
@@ -256,6 +256,19 @@ def test_prompts_without_drafts_cost_nothing() -> None:
     engine, watched = _watched(_drafted(_stories(), STORIES), drafter)
     engine.run(requests_of(WAYS["greedy"]))
     assert not any(each.proposing_s or each.num_caught_up for each in watched.sampled)
+
+
+def test_none_are_proposed_after_the_token_that_ends_an_answer() -> None:
+    requests = requests_of(WAYS["greedy"])
+    ids = [ids_of(outputs) for outputs in SteppedEngine(_stories()).run(requests)]
+    stops = tuple({each[len(each) // 2] for each in ids})
+    sampling = replace(requests[0].sampling, stop_token_ids=stops)
+    engine, watched = _watched(_drafted(_stories(), STORIES), _every(most=1))
+    engine.run([replace(request, sampling=sampling) for request in requests])
+    proposed = [(each, row) for each in watched.sampled for row in each.proposed]
+    assert proposed and not any(
+        each.token_ids[row] in stops and row not in each.further for each, row in proposed
+    )
 
 
 def test_drafts_end_where_the_shorter_context_of_their_model_does(tmp_path: Path) -> None:

@@ -95,6 +95,29 @@ def test_defaults_of_a_wrong_type_are_refused_before_the_weights(hub: StubHub) -
     assert WEIGHTS not in hub.fetched
 
 
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_draft_model_is_downloaded_if_its_tokenizer_is_the_served_models(
+    hub: StubHub, is_alike: bool
+) -> None:
+    hub.add("someone/smaller", DEMO_MODEL)
+    wanted = "--speculative-config", '{"model": "someone/smaller"}'
+    if not is_alike:
+        tokenizer = json.loads(hub.repositories["someone/smaller"]["tokenizer.json"])
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["e"], vocabulary["a"] = vocabulary["a"], vocabulary["e"]
+        hub.repositories["someone/smaller"]["tokenizer.json"] = json.dumps(tokenizer).encode()
+        assert "someone--smaller" in refusal(str(DEMO_MODEL), *wanted)
+        assert WEIGHTS not in hub.fetched
+        return
+    server = RunningServer(str(DEMO_MODEL), "--served-model-name", "demo", *wanted)
+    try:
+        server.wait_until_ready()
+        assert server.complete(model="demo").status_code == 200
+        assert hub.fetched.count(WEIGHTS) == 1
+    finally:
+        server.stop()
+
+
 @pytest.mark.slow
 def test_dummy_weights_are_not_downloaded(hub: StubHub) -> None:
     server = RunningServer(NAME, "--load-format", "dummy", "--num-threads", "1")
