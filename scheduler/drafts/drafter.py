@@ -39,7 +39,6 @@ class _Offer(NamedTuple):
     rates: Rates
     supposed: list[int]
     token_ids: list[int]
-    chances: list[float]
 
 
 class _Drafted(NamedTuple):
@@ -123,7 +122,7 @@ class Drafter:
             if offer is None or not num:
                 drafts.append(())
                 continue
-            source, rates, supposed, *_ = offer
+            source, rates, supposed, _ = offer
             expected = _expected(rates, len(supposed), num)
             drafted = _Drafted(source, rates, len(sequence.token_ids), supposed, num, expected)
             self._verified.setdefault(sequence, deque()).append(drafted)
@@ -140,7 +139,7 @@ class Drafter:
         if supposed == known:
             num_tried, num_right = num_tried + drafted.num_drafts, num_right + num_accepted
         drafted.rates.observe(num_tried, num_right)
-        self._rate_of[sequence].observe(num_accepted, drafted.expected)
+        self._rate(sequence).observe(num_accepted, drafted.expected)
         if drafted.source == Prediction.name:
             sequence.num_predicted += num_accepted
             sequence.num_mispredicted += drafted.num_drafts - num_accepted
@@ -183,13 +182,20 @@ class Drafter:
         if best is None:
             return None
         name, rates, token_ids, num_supposed = best
-        found_chances = chances(rates, self._rate(sequence).factor, len(token_ids))[num_supposed:]
+        return _Offer(name, rates, token_ids[:num_supposed], token_ids[num_supposed:])
+
+    def _chances(self, sequence: Sequence, offer: _Offer) -> list[float]:
+        """That each of its drafts is accepted."""
+        num, factor = len(offer.supposed), self._rate(sequence).factor
+        found = chances(offer.rates, factor, num + len(offer.token_ids))[num:]
+        if self._is_probe(sequence, offer):
+            found[0] = 1.0
+        return found
+
+    def _is_probe(self, sequence: Sequence, offer: _Offer) -> bool:
+        """It was asked for to be tried."""
         own = self._proposals
-        if own is not None and sequence is own.probed and name == own.name:
-            found_chances[0] = 1.0
-        return _Offer(
-            name, rates, token_ids[:num_supposed], token_ids[num_supposed:], found_chances
-        )
+        return own is not None and sequence is own.probed and offer.source == own.name
 
     def _rate(self, sequence: Sequence) -> RequestRate:
         rate = self._rate_of.get(sequence)
@@ -204,16 +210,23 @@ class Drafter:
         nums = [0] * len(offers)
         num_tokens, positions = len(decodes), sum([each.num_computed for each in decodes])
         step_s, draft_s = self._prices.of(num_tokens, positions)
-        ranked = sorted(
-            [
-                (chance, -number, row)
-                for row, offer in enumerate(offers)
-                if offer is not None
-                for number, chance in enumerate(offer.chances)
-            ],
-            reverse=True,
-        )
         expected = float(num_tokens)
+        least = MARGIN * draft_s * expected / step_s
+        likeliest, probed = 0.0, 0
+        ranked: list[tuple[float, int, int]] = []
+        for row, offer in enumerate(offers):
+            if offer is None:
+                continue
+            # No draft of it is likelier; and taken after others, one is to be likelier than alone.
+            most_likely = offer.rates.first(1)[0] * self._rate(decodes[row]).factor
+            if self._is_probe(decodes[row], offer):
+                most_likely = 1.0
+            if most_likely > likeliest:
+                likeliest, probed = most_likely, row
+            if most_likely > least:
+                found = self._chances(decodes[row], offer)
+                ranked += [(chance, -number, row) for number, chance in enumerate(found)]
+        ranked.sort(reverse=True)
         for chance, _, row in ranked[:most]:
             if chance * step_s <= MARGIN * draft_s * expected:
                 break
@@ -224,7 +237,7 @@ class Drafter:
             self._num_since_probe = 0
         elif self._num_since_probe >= _PROBE_EVERY and most:
             self._num_since_probe = 0
-            nums[ranked[0][2]] = 1
+            nums[probed] = 1
         return nums
 
 

@@ -43,6 +43,9 @@ def place_drafts(
         return ()
     kept = []
     for sequence, drafts in zip(decodes, all_drafts, strict=True):
+        if not drafts:
+            kept.append(drafts)
+            continue
         end = sequence.num_computed + len(drafts)
         num_new = -(-end // size) - kv.num_owned(sequence)
         if num_new > 0:

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from penstock.engine.config import Dtype
-from tests.bench import receive_rate, scheduler_step
+from tests.bench import drafts_lookup, receive_rate, scheduler_step
 from tests.bench.engine.cpu_prefill import cpu_prefill
 from tests.bench.server import batching
 from tests.bench.server.batching import Measured
+from tests.support.paths import ROOT
 
 
 def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
@@ -22,6 +23,17 @@ def test_a_scheduling_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     summary = last_json(capsys)
     assert summary["num_steps"] == 40
     assert 0 < summary["median_step_us"] <= summary["p99_step_us"]
+
+
+@pytest.mark.slow
+def test_looking_for_drafts_is_timed_beside_another_checkout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--streams", "1", "3", "--num-steps", "20", "--num-rounds", "2"]
+    assert drafts_lookup.main([*flags, "--beside", str(ROOT)]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert len(rows) == 2 * len(drafts_lookup.CASES)
+    assert all(row["here"] > 0 and row["beside"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("client", ["penstock", "httpx"])

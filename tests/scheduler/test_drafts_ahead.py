@@ -242,9 +242,9 @@ def test_what_a_grammar_has_next_is_left_of_after_the_ids_in_flight() -> None:
 
 def test_a_draft_after_unknown_ids_is_worth_the_chance_of_all_of_it() -> None:
     drafter, sequence = Drafter([Said(list(range(10, 40)))], most=3), _sequence([10])
-    known, unknown = (drafter._best_offer(sequence, 3, each) for each in ([], [()]))
-    assert known and unknown
-    assert known.chances[1:] == unknown.chances[:2]
+    offers = [drafter._best_offer(sequence, 3, each) for each in ([], [()])]
+    known, unknown = (drafter._chances(sequence, each) for each in offers if each)
+    assert known[1:] == unknown[:2]
 
 
 def test_what_was_supposed_wrongly_is_learned_where_it_was_wrong() -> None:
