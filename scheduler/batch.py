@@ -119,7 +119,7 @@ class StepOutputs:
         new = tuple.__new__  # a NamedTuple's own constructor is a function of Python's
         columns = (self.request_ids, self.indices, self.token_ids, self.num_cached_tokens)
         outputs = [
-            new(RequestOutput, (request_id, index, [token_id], None, None, num_cached, None))
+            new(RequestOutput, (request_id, index, [token_id], None, None, num_cached, None, None))
             for request_id, index, token_id, num_cached in zip(*columns, strict=True)
         ]
         for at, output in self.others.items():
@@ -150,6 +150,8 @@ def output_of(
     logprobs: list[TokenLogprobs] | None,
     finish: Finish | None,
 ) -> RequestOutput:
+    """With what became of its prediction since the last one."""
+    predicted, sequence.predicted = sequence.predicted, None
     return RequestOutput(
         sequence.request.id,
         sequence.index,
@@ -157,6 +159,7 @@ def output_of(
         logprobs,
         finish,
         sequence.num_cached_tokens,
+        predicted=predicted,
     )
 
 

@@ -67,6 +67,9 @@ from penstock.scheduler.types import (
     TokenLogprobs,
 )
 
+# Of a row whose drafts were rejected, of which its request is told.
+_NONE_FURTHER = FurtherTokens([])
+
 
 class Scheduler:
     """Owns every sequence and every block of one executor. One thread owns it."""
@@ -627,7 +630,10 @@ class Scheduler:
         following: Iterable[FurtherTokens | None] = repeat(None, num_rows)
         if batch.drafts and self._drafter is not None:
             resolve_drafts(self._drafter, batch.sampling, batch.drafts, sampled.further)
-            following = map(sampled.further.get, range(num_rows))
+            following = [
+                sampled.further.get(row) or (None if each.predicted is None else _NONE_FURTHER)
+                for row, each in enumerate(batch.sampling)
+            ]
         rows = zip(batch.sampling, sampled.token_ids, entries, following, strict=True)
         # Looked up once: this loop is most of what a step costs.
         finished = Status.FINISHED
@@ -744,8 +750,6 @@ class Scheduler:
             sequence.first_scheduled_s,
             sequence.num_preemptions,
             sequence.num_recomputed_tokens,
-            sequence.num_predicted,
-            sequence.num_mispredicted,
         )
 
     def _leave(self, sequence: Sequence) -> None:

@@ -281,7 +281,6 @@ class Finish(NamedTuple):
 
     stop_token_id: the id that ended it, or None. first_scheduled_s: in the scheduler's clock, None
     where it never ran. num_recomputed_tokens: computed a second time because of preemptions.
-    num_predicted, num_mispredicted: drafts of its request's prediction that were accepted, or not.
     """
 
     reason: FinishReason
@@ -289,8 +288,6 @@ class Finish(NamedTuple):
     first_scheduled_s: float | None
     num_preemptions: int
     num_recomputed_tokens: int
-    num_predicted: int = 0
-    num_mispredicted: int = 0
 
 
 class Started(NamedTuple):
@@ -314,7 +311,8 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: prompt tokens found in the prefix cache. prompt: in the first output of
     answer 0, where the request wants outputs of its prompt; returned once, and not at all where
     that answer is aborted before. With max_tokens 0 each answer has one output, without tokens,
-    whose reason is LENGTH; answers 1.. never ran.
+    whose reason is LENGTH; answers 1.. never ran. predicted: drafts of its request's prediction
+    that were accepted since its last output, and that were not; None where none was verified.
     """
 
     request_id: RequestId
@@ -324,3 +322,4 @@ class RequestOutput(NamedTuple):
     finish: Finish | None
     num_cached_tokens: int
     prompt: PromptOutput | None = None
+    predicted: tuple[int, int] | None = None

@@ -62,8 +62,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    num_predicted: int = 0  # drafts of its request's prediction: accepted, and not
-    num_mispredicted: int = 0
+    predicted: tuple[int, int] | None = None  # see `RequestOutput`
     first_scheduled_s: float | None = None
     is_overdue: bool = False  # it was admitted because it had waited longest, whatever its priority
     num_cached_at_arrival: int = 0  # where a forecast has looked

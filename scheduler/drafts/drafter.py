@@ -141,8 +141,9 @@ class Drafter:
         drafted.rates.observe(num_tried, num_right)
         self._rate(sequence).observe(num_accepted, drafted.expected)
         if drafted.source == Prediction.name:
-            sequence.num_predicted += num_accepted
-            sequence.num_mispredicted += drafted.num_drafts - num_accepted
+            before = sequence.predicted or (0, 0)
+            num_rejected = drafted.num_drafts - num_accepted
+            sequence.predicted = before[0] + num_accepted, before[1] + num_rejected
         stats = self._stats[drafted.source]
         self._stats[drafted.source] = stats.plus(drafted.num_drafts, num_accepted)
 

@@ -50,7 +50,7 @@ class OutputDelta(NamedTuple):
 class Usage:
     """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's.
     num_predicted, num_mispredicted: drafts of a prediction that were accepted, or not; None where
-    there is none, or the answer ended at a stop string, of which the engine does not know."""
+    there is none."""
 
     num_prompt: int
     num_completion: int = 0

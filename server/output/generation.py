@@ -92,6 +92,8 @@ class Generation:
         self._timeout_s = timeout_s
         self._on_end = on_end
         self.usage = Usage(sum(len(request.prompt_token_ids) for request in request.requests))
+        if request.requests[0].prediction:
+            self.usage.num_predicted = 0
         self._engine = engine
         self._metrics = metrics
         self._streams: list[OutputStream] = []
@@ -314,6 +316,10 @@ class Generation:
             delta = choice.take(output)
             num_new = choice.num_tokens - num_before
             self.usage.num_completion += num_new
+            if output.predicted is not None:
+                accepted, rejected = output.predicted
+                self.usage.num_predicted = (self.usage.num_predicted or 0) + accepted
+                self.usage.num_mispredicted += rejected
             if num_new == 1 and choice.last_token_s:  # the usual case, so it must cost little
                 gaps.since_s.append(choice.last_token_s)
                 choice.last_token_s = gaps.now_s
@@ -344,10 +350,6 @@ class Generation:
             self.usage.num_cached += output.num_cached_tokens
         if output.finish:
             self._metrics.preemptions_per_answer.observe(output.finish.num_preemptions)
-            if self.request.requests[0].prediction:
-                finish, usage = output.finish, self.usage
-                usage.num_predicted = (usage.num_predicted or 0) + finish.num_predicted
-                usage.num_mispredicted += finish.num_mispredicted
         else:  # a stop string: the engine does not know
             self._engine.streams.abort(output.request_id, output.index)
         if choice.num_tokens > 1:
