@@ -67,13 +67,14 @@ class TierStats(NamedTuple):
 
 
 class DraftStats(NamedTuple):
-    """Drafts of one source since the start. num_drafts_total: rows with drafts. accepted: by
-    position."""
+    """Drafts of one source since the start. num_drafts_total: rows with drafts. By position:
+    accepted, and reached, all before which were accepted."""
 
     source: str
     num_drafts_total: int = 0
     num_draft_tokens_total: int = 0
     accepted: tuple[int, ...] = ()
+    reached: tuple[int, ...] = ()
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -81,15 +82,20 @@ class DraftStats(NamedTuple):
 
     def plus(self, num_drafts: int, num_accepted: int) -> "DraftStats":
         """With a row of so many drafts, the first of which were accepted."""
-        accepted = list(self.accepted) + [0] * (num_accepted - len(self.accepted))
-        for position in range(num_accepted):
-            accepted[position] += 1
         return DraftStats(
             self.source,
             self.num_drafts_total + 1,
             self.num_draft_tokens_total + num_drafts,
-            tuple(accepted),
+            _one_more(self.accepted, num_accepted),
+            _one_more(self.reached, min(num_drafts, num_accepted + 1)),
         )
+
+
+def _one_more(counts: tuple[int, ...], num: int) -> tuple[int, ...]:
+    """In the first so many places."""
+    if len(counts) < num:
+        counts += (0,) * (num - len(counts))
+    return (*[each + 1 for each in counts[:num]], *counts[num:])
 
 
 class SchedulerStats(NamedTuple):
@@ -146,14 +152,14 @@ def plus_counters(stats: Stats, earlier: Stats) -> Stats:
 def _sums(now: Iterable[DraftStats], before: Iterable[DraftStats]) -> tuple[DraftStats, ...]:
     """By source."""
     sums: dict[str, DraftStats] = {}
-    for source, num_drafts, num_tokens, accepted in (*now, *before):
+    for source, num_drafts, num_tokens, *by_position in (*now, *before):
         known = sums.get(source, DraftStats(source))
-        by_position = map(sum, zip_longest(known.accepted, accepted, fillvalue=0))
+        pairs = zip((known.accepted, known.reached), by_position, strict=True)
         sums[source] = DraftStats(
             source,
             known.num_drafts_total + num_drafts,
             known.num_draft_tokens_total + num_tokens,
-            tuple(by_position),
+            *(tuple(map(sum, zip_longest(*pair, fillvalue=0))) for pair in pairs),
         )
     return tuple(sums.values())
 

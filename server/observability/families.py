@@ -73,16 +73,20 @@ def draft_metrics(drafts: Sequence[DraftStats]) -> Iterator[Metric]:
         ),
     ):
         yield counter(name, help_text, counts, "source")
-    yield counter(
-        "spec_decode_accepted_tokens_per_pos",
-        "Drafts that were accepted, by where they were found and their position in their row",
-        {
-            (each.source, str(position)): count
-            for each in drafts
-            for position, count in enumerate(each.accepted)
-        },
-        *("source", "position"),
-    )
+    for name, which, by_position in (
+        ("accepted", "that were accepted", [each.accepted for each in drafts]),
+        ("reached", "all before which were accepted", [each.reached for each in drafts]),
+    ):
+        yield counter(
+            f"spec_decode_{name}_tokens_per_pos",
+            f"Drafts {which}, by where they were found and their position in their row",
+            {
+                (each.source, str(position)): count
+                for each, counts in zip(drafts, by_position, strict=True)
+                for position, count in enumerate(counts)
+            },
+            *("source", "position"),
+        )
 
 
 def group_metrics(groups: Sequence[GroupBlocks]) -> Iterator[Metric]:

@@ -108,7 +108,7 @@ def families() -> list[Metric]:
         fairness_index=1.0,
         groups=(GroupBlocks(), windowed, recurrent),
         tier=TierStats(PlaceStats(), PlaceStats()),
-        drafts=(DraftStats("ngram", accepted=(0,)),),
+        drafts=(DraftStats("ngram", accepted=(0,), reached=(0,)),),
     )
     adapters = adapter_metrics(1, {"a"}, set(), {"a": 1})
     return [*recorded.families(), *adapters, *gpu_way_metrics("pdl", ())]

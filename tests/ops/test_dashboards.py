@@ -59,7 +59,6 @@ _NOT_SHOWN = {
     "penstock_request_max_tokens": "generated tokens are shown; vLLM's dashboards use it",
     "penstock_request_preemptions": "preemptions are shown; vLLM's dashboards use it",
     "penstock_step_progress_tokens": "step_tokens is shown; vLLM's dashboards use it",
-    "penstock_spec_decode_accepted_tokens_per_pos": "all positions are shown; vLLM has it",
     "penstock_kv_cache_usage_ratio": "the blocks it is made of are shown",
     "penstock_invalid_logits": "0 unless a checkpoint is damaged; the outcome `failed` is shown",
     "penstock_resumed_requests": "restarts are shown; what became of them, the outcomes tell",

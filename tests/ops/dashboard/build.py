@@ -320,6 +320,10 @@ def _throughput() -> list[Panel]:
         _rate(f"spec_decode_{name}_total", by="source")
         for name in ("accepted_tokens", "draft_tokens", "drafts")
     )
+    at, reached = (
+        _rate(f"spec_decode_{name}_tokens_per_pos_total", by="position")
+        for name in ("accepted", "reached")
+    )
     return [
         timeseries(
             "Tokens per second",
@@ -361,6 +365,13 @@ def _throughput() -> list[Panel]:
             "Output tokens of a row of a step that had drafts: 1 where none was accepted.",
             "short",
             Query(f"1 + {accepted} / ({rows} > 0)", "{{source}}"),
+        ),
+        timeseries(
+            "Drafts accepted, by position",
+            "Share of the drafts at each place of a row that were accepted, of those all before "
+            "which were: of all sources together, the first is 0.",
+            "percentunit",
+            Query(f"{at} / ({reached} > 0)", "{{position}}"),
         ),
     ]
 
