@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_S = 600.0
 _MAX_DELAY_S = 30.0
-# A trial has so many besides those that the server has. The last step whose ids that has may be
-# three before the one that ended the engine: one that was launched, one launched ahead of it, and
-# one whose message was lost.
-_TRIAL_TOKENS = 4
+# A trial has the tokens of so many steps besides those that the server has. The last step whose ids
+# that has may be three before the one that ended the engine: one that was launched, one launched
+# ahead of it, and one whose message was lost.
+_TRIAL_STEPS = 4
 
 
 class RestartBudget:
@@ -73,7 +73,8 @@ class Trial:
         request = stream.resumption()
         assert request.resumed
         sampling = request.sampling
-        num_tokens = max(len(answer.token_ids) for answer in request.resumed) + _TRIAL_TOKENS
+        num_known = max(len(answer.token_ids) for answer in request.resumed)
+        num_tokens = num_known + _TRIAL_STEPS * stream.most_at_once
         self.is_short = num_tokens < sampling.max_tokens
         if self.is_short:
             sampling = replace(sampling, max_tokens=num_tokens)

@@ -42,6 +42,8 @@ class OutputStream:
             answers = tuple(map(ResumedAnswer, range(request.n)))
         self._open = {answer.index: array("i", answer.token_ids) for answer in answers}
         self._started: dict[int, Started] = {}
+        self.most_at_once = 1
+        """Tokens that a step gave an answer: with drafts, several."""
         self._waiting: list[RequestOutput] = []
         self._error: PenstockError | None = None
         self._is_scheduled = False  # a call of `notify` is
@@ -128,6 +130,8 @@ class OutputStream:
             return  # aborted while this was on its way
         self._waiting.append(output)
         ids.fromlist(output.token_ids)  # a fifth of the time of extend
+        if len(output.token_ids) > self.most_at_once:
+            self.most_at_once = len(output.token_ids)
         if output.finish:
             del self._open[output.index]
         self._schedule()

@@ -1,7 +1,8 @@
 """`python -m tests.support.troubled_engine`: an engine process that one request can end.
 
 A step that begins a prompt in which one of the ids below occurs raises, hangs or ends the process,
-each time that it is tried; or, of the last id, it says that the prompt's logits are NaN.
+each time that it is tried; or it says that the prompt's logits are NaN. LATE raises in the step
+that would give such a prompt's answer more than LATE_TOKENS tokens.
 """
 
 import os
@@ -28,7 +29,8 @@ from penstock.scheduler.types import (
 )
 
 # Ids of the demo model's tokenizer that no other prompt of a test has.
-RAISES, HANGS, CRASHES, NAN = 2001, 2002, 2003, 2004
+RAISES, HANGS, CRASHES, NAN, LATE = 2001, 2002, 2003, 2004, 2005
+LATE_TOKENS = 24
 
 
 class Troubled:
@@ -37,6 +39,7 @@ class Troubled:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._with_nan: set[int] = set()  # slots
+        self._most: dict[int, int] = {}  # tokens of a slot
 
     @property
     def info(self) -> ModelInfo:
@@ -73,6 +76,12 @@ class Troubled:
                 self._with_nan.add(assignment.slot)
             else:
                 self._with_nan.discard(assignment.slot)
+            self._most.pop(assignment.slot, None)
+            if LATE in prompt:
+                self._most[assignment.slot] = len(prompt) + LATE_TOKENS
+        for slot, start, num in zip(batch.slots, batch.starts, batch.num_tokens, strict=True):
+            if start + num >= self._most.get(slot, start + num + 1):
+                raise RuntimeError("CUDA error: device-side assert triggered")
         pending = self._executor.execute(batch)
         rows = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         failed = [row for row, slot in enumerate(rows) if slot in self._with_nan]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestOutput
 from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.scheduling import make_request
-from tests.support.troubled_engine import CRASHES, HANGS, RAISES
+from tests.support.troubled_engine import CRASHES, HANGS, LATE, RAISES
 
 TROUBLED = "tests.support.troubled_engine"
 
@@ -181,6 +182,22 @@ async def test_the_request_that_ends_the_engine_twice_fails_and_all_others_go_on
         await asyncio.wait_for(outputs_of(client, guilty), 120)
     assert await asyncio.gather(*others) == alone
     assert client.recovery.num_quarantined == 1 and client.restarts[cause] == 2
+    await client.close()
+
+
+async def test_one_that_ends_it_in_a_step_of_many_drafts_is_found_by_one_trial(
+    engine: EngineClient,
+) -> None:
+    """The trial runs as many tokens as the steps that the server has not heard of may have had."""
+    guilty = make_request("guilty", [7, 8, LATE], max_tokens=60)
+    answer = (await ids_of(engine, guilty))[0]
+    client = EngineClient(config(), module="tests.support.drafting_engine")
+    await client.start()
+    with pytest.raises(RequestEndedEngine, match="twice"):
+        await outputs_of(client, replace(guilty, prediction=tuple(answer)))
+    await until(lambda: client.restarts[EndCause.FAILED] == 2)
+    await until(lambda: client.state is EngineState.READY)
+    assert client.recovery.num_quarantined == 1 and client.restarts.total() == 2
     await client.close()
 
 
