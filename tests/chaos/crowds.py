@@ -22,14 +22,18 @@ class Overload:
     num_left: int
 
 
-async def overload(num_streams: int, say: Callable[[str], None] = print) -> Overload:
+async def overload(
+    num_streams: int,
+    say: Callable[[str], None] = print,
+    module: str = "penstock.engine.ipc.process",
+) -> Overload:
     """Compares answers of a server whose pool is too small for all at once with those of one where
-    they fit."""
+    they fit. module: of the former's engine."""
     # Answers that are longer than their prompts: those are admitted, and outgrow the pool.
     load = [ask for ask in mixed(num_streams, max_tokens=160) if ask.is_seeded]
     async with running() as roomy:
         expected = await answers_of(roomy, load)
-    async with running(kv_cache_memory_bytes=_POOL_BYTES) as small:
+    async with running(module, kv_cache_memory_bytes=_POOL_BYTES) as small:
         preemptions: list[int] = []
 
         def on_step(report: StepReport) -> None:

@@ -31,12 +31,17 @@ async def kill_under_load(
     seed: int,
     max_steps: int,
     signal_number: signal.Signals = signal.SIGKILL,
+    known: tuple[list[Ask], list[Any]] | None = None,
     say: Callable[[str], None] = print,
 ) -> Outcome:
     """Runs the load until there were that many kills, each after 1 to max_steps steps of an
-    engine's life, and compares every answer of every round."""
+    engine's life, and compares every answer of every round. known: another load than mixed streams,
+    and its answers."""
     load, outcome = mixed(num_streams), Outcome()
-    expected = await answers_of(running, load)
+    if known is None:
+        expected = await answers_of(running, load)
+    else:
+        load, expected = known
     killer = Killer(running.engine, random.Random(seed), max_steps, signal_number)
     running.engine.on_step(killer.on_step)
     watching = asyncio.create_task(watch_pauses(running, outcome.pauses_s))

@@ -3,7 +3,7 @@ run: ids, times, and where a stream was cut into events."""
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -21,6 +21,7 @@ _VOLATILE = frozenset(
     (
         *("id", "created", "created_at", "completed_at", "item_id", "call_id", "response_id"),
         *("sequence_number", "cached_tokens", "cache_read_input_tokens", "obfuscation"),
+        *("accepted_prediction_tokens", "rejected_prediction_tokens"),
     )
 )
 _TEXT_KEYS = frozenset(
@@ -93,6 +94,26 @@ def asks(number: int, max_tokens: int = 48) -> list[Ask]:
         Ask(kind, f"{kind} {number}", path, body, is_seeded=kind != "unseeded")
         for kind, path, body in kinds
     ]
+
+
+def repeating(number: int, max_tokens: int = 48) -> list[Ask]:
+    """Those whose body decides the answer, with prompts that repeat a text, as some answers then
+    do."""
+    text = f"{number}: The water goes through the gate and turns the wheel. "
+    return [
+        replace(ask, body=ask.body | ({"prompt": text * 5} if "prompt" in ask.body else {}))
+        for ask in asks(number, max_tokens)
+        if ask.is_seeded
+    ]
+
+
+def predicting(ask: Ask, answered: Any) -> Ask:
+    """A chat whose answer is known, of which it predicts all but a word."""
+    (choice,) = (part for part in answered["events"] if isinstance(part, dict) and 0 in part)
+    words = choice[0]["delta"]["content"].split(" ")
+    words[len(words) // 2] = "otherwise"
+    prediction = {"type": "content", "content": " ".join(words)}
+    return replace(ask, body=ask.body | {"prediction": prediction})
 
 
 async def answer(client: httpx.AsyncClient, ask: Ask) -> Any:

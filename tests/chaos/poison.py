@@ -37,9 +37,10 @@ class Poisoned:
         )
 
 
-async def poison_among_others(kind: str, num_others: int, **settings: object) -> Poisoned:
-    """kind: a key of `_IDS`. settings: see `running`."""
-    module = "tests.support.troubled_engine"
+async def poison_among_others(
+    kind: str, num_others: int, module: str = "tests.support.troubled_engine", **settings: object
+) -> Poisoned:
+    """kind: a key of `_IDS`. module, settings: see `running`."""
     settings = {"stall_timeout_s": 3.0, **settings}
     async with running(module, **settings) as server:
         load = [ask for i in range(4) for ask in asks(i) if ask.is_seeded][:num_others]

@@ -2,14 +2,19 @@
 
 import pytest
 
+from penstock.engine.config import SpeculativeConfig
+from tests.chaos.crowds import overload
 from tests.chaos.disconnects import leave_early
 from tests.chaos.every_step import kill_at_every_step
-from tests.chaos.kills import kill_under_load
-from tests.chaos.load import joined
+from tests.chaos.kills import answers_of, kill_under_load
+from tests.chaos.load import joined, predicting, repeating
 from tests.chaos.pause import pause_s
 from tests.chaos.poison import poison_among_others
 from tests.chaos.server import running
 from tests.chaos.tier_files import damage_files
+from tests.support.compiler import needs_compiler
+
+DRAFTING = "tests.support.drafting_engine"
 
 
 async def test_no_stream_of_any_kind_differs_after_a_kill_at_any_of_the_first_steps() -> None:
@@ -48,6 +53,46 @@ async def test_a_request_that_raises_is_one_error_and_the_others_are_unharmed() 
     result = await poison_among_others("raises", num_others=16, scripted=True)
     assert result.is_good and result.code == "request_ended_engine", result
     assert result.num_quarantined == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+async def test_answers_with_drafts_are_those_of_a_quiet_server_without_after_kills() -> None:
+    load = [ask for number in range(2) for ask in repeating(number, max_tokens=40)]
+    chats = [ask for ask in load if ask.kind == "chat"]
+    async with running(speculative=SpeculativeConfig(num_speculative_tokens=0)) as plain:
+        answered = await answers_of(plain, chats)
+        load += map(predicting, chats, answered)
+        expected = await answers_of(plain, load)
+        assert not plain.service.metrics.stats.drafts
+    async with running(DRAFTING) as server:
+        outcome = await kill_under_load(
+            server,
+            num_kills=5,
+            num_streams=0,
+            seed=1,
+            max_steps=12,
+            known=(load, expected),
+        )
+        assert not outcome.different and outcome.num_kills == 5
+        assert await server.blocks_in_use() == 0
+        accepted = {
+            each.source: each.num_accepted_tokens for each in server.service.metrics.stats.drafts
+        }
+        assert all(accepted[source] > 0 for source in ("grammar", "prediction", "ngram")), accepted
+
+
+@needs_compiler
+@pytest.mark.slow
+async def test_answers_with_drafts_are_the_same_where_the_pool_is_too_small() -> None:
+    result = await overload(40, module=DRAFTING)
+    assert not result.outcome.different and result.num_preemptions and not result.num_left
+
+
+@pytest.mark.slow
+async def test_a_request_that_raises_harms_none_of_those_that_have_drafts() -> None:
+    result = await poison_among_others("raises", num_others=8, module=DRAFTING, scripted=True)
+    assert result.is_good and result.code == "request_ended_engine", result
 
 
 def test_the_comparison_sees_a_lost_and_a_doubled_token() -> None:
