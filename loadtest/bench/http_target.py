@@ -56,16 +56,16 @@ class HttpTarget:
         self._config, self._count = config, count
         self._pool = ConnectionPool(config.base_url, config.headers, is_insecure=config.is_insecure)
         self._open: set[StreamedResponse] = set()
-        self._num_ended_events = 0
+        self._num_ended_tokens = 0
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
     @property
-    def num_events(self) -> int:
-        """Token events that were received, for the progress bar."""
-        return self._num_ended_events + sum(len(response.arrivals_s) for response in self._open)
+    def num_tokens(self) -> int:
+        """Of responses that have ended, and events of those that have not, for the progress bar."""
+        return self._num_ended_tokens + sum(len(response.arrivals_s) for response in self._open)
 
     def encode(self, request: TimedRequest) -> bytes:
         config = self._config
@@ -130,7 +130,6 @@ class HttpTarget:
             failure = await self._receive(encoded, response)
         finally:
             self._open.discard(response)
-            self._num_ended_events += len(response.arrivals_s)
         usage, text = response.usage or Usage(), "".join(response.texts)
         num_tokens = usage.completion_tokens
         if not num_tokens and self._count is not None and text:
@@ -139,6 +138,7 @@ class HttpTarget:
         num_tokens = num_tokens or len(response.arrivals_s) - response.has_empty_end
         # More events than tokens: the last one had the finish reason alone.
         del response.arrivals_s[max(1, num_tokens) :]
+        self._num_ended_tokens += num_tokens
         return RequestResult(
             index=request.index,
             scheduled_s=scheduled_s,

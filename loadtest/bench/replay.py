@@ -89,10 +89,10 @@ async def replay(
         if on_result is not None:
             on_result(result)
 
-    num_before = target.num_events
+    num_before = target.num_tokens
 
     def line(elapsed_s: float) -> str:
-        num_tokens, num_open = target.num_events - num_before, target.num_open
+        num_tokens, num_open = target.num_tokens - num_before, target.num_open
         return _progress_line(results, len(requests), elapsed_s, num_tokens, num_open)
 
     async with _watched(line if shows_progress else None):
