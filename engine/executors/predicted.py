@@ -6,20 +6,56 @@ begins when it is launched and the one before has ended, as on a real one. So do
 pipeline, of which the last computes when it is waited for, as the engine process does.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from random import Random
 from typing import Any
 
 from penstock.engine.step.executor import check_no_adapter
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.batch import work_of
+from penstock.scheduler.cache.sequence import Sequence
+from penstock.scheduler.drafts.sources import MOST_MATCH, Found
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.stats import NO_WORK, StepClass, StepWork, class_of
 from penstock.scheduler.step_model.model import StepModel
-from penstock.scheduler.types import Request, RequestId, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import (
+    FurtherTokens,
+    Request,
+    RequestId,
+    SampledTokens,
+    ScheduledBatch,
+)
 
-_TOKEN_ID = 7  # any but a stop token
+TOKEN_ID, _OTHER_ID = 7, 8  # any but a stop token, and one that is never sampled
+
+
+class DraftsByChance:
+    """A source of drafts that are right as often as is said: see `scheduler.drafts.sources`."""
+
+    name = "simulated"
+
+    def __init__(self, acceptance: tuple[float, ...], found: float, most: int, seed: int) -> None:
+        """acceptance: of a draft at each position, if those before it are right; the last is that
+        of all after it. found: the share of looks that find any. most: drafts that one finds."""
+        self._found, self._random = found, Random(f"{seed}/drafts")
+        rates = [*acceptance, *acceptance[-1:] * most][:most]
+        # That fewer than 1, 2, ... are right.
+        self._fewer = [1 - chance for chance in accumulate(rates, mul)]
+        self._texts = [[TOKEN_ID] * n + [_OTHER_ID] * (most - n) for n in range(most + 1)]
+
+    def find(self, sequence: Sequence) -> Found | None:
+        if self._found < 1.0 and self._random.random() >= self._found:
+            return None
+        num_right = bisect_right(self._fewer, self._random.random())
+        return Found(self._texts[num_right], 0, MOST_MATCH)
+
+    def end(self, sequence: Sequence) -> None:
+        pass
 
 
 class VirtualClock:
@@ -86,8 +122,11 @@ class PredictedExecutor:
         self.work = work = work_of(batch, self._windows, self.info.graph_sizes)
         device_s, host_s = self._times(work)
         rest_s = device_s if self._has_stages else None
-        token_ids = [_TOKEN_ID] * work.num_sampled  # there are no drafts among them
+        num_drafts = sum(map(len, batch.drafts))
+        token_ids = [TOKEN_ID] * (work.num_sampled - num_drafts)
         sampled = SampledTokens(step=batch.step, token_ids=token_ids, computed_s=rest_s)
+        if num_drafts:
+            sampled = sampled._replace(further=_further(batch.drafts))
         end_s = self.pass_stage(0, self._clock.now_s, device_s)
         for stage in range(1, len(self._free_s) - 1):
             end_s = self.pass_stage(stage, end_s, device_s)
@@ -109,6 +148,14 @@ class PredictedExecutor:
         if self._model.outside(amounts, kind):
             self.num_outside += 1
         return factor * device_s, factor * host_s
+
+
+def _further(all_drafts: Items[tuple[int, ...]]) -> dict[int, FurtherTokens]:
+    """After drafts that are right, by row."""
+    nums = [
+        drafts.index(_OTHER_ID) if _OTHER_ID in drafts else len(drafts) for drafts in all_drafts
+    ]
+    return {row: FurtherTokens([TOKEN_ID] * num) for row, num in enumerate(nums) if num}
 
 
 @dataclass(frozen=True, slots=True)

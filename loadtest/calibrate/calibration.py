@@ -25,6 +25,7 @@ from penstock.loadtest.bench.http1 import ConnectionPool, HttpFailed
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import TargetUnusable, wait_until_ready
 from penstock.loadtest.bench.replay import replay
+from penstock.loadtest.calibrate.drafts import DraftsAssumed
 from penstock.loadtest.workload.config import WorkloadConfig
 from penstock.loadtest.workload.workload import make_requests
 from penstock.scheduler.config import SchedulerConfig
@@ -138,11 +139,14 @@ async def read_steps(base_url: str, headers: dict[str, str]) -> ServerSteps:
         raise TargetUnusable(f"{base_url}/steps cannot be read: {error}") from error
 
 
-async def read_cached_share(base_url: str, headers: dict[str, str]) -> float:
-    """Returns the share of the prompt tokens since the server's start that its prefix cache had.
-    Raises TargetUnusable."""
-    text = (await _get(base_url, headers, "/metrics")).decode()
-    found = re.findall(r"^penstock_prefix_(query|hit)_tokens_total (\S+)", text, re.MULTILINE)
+async def read_metrics(base_url: str, headers: dict[str, str]) -> str:
+    """Raises TargetUnusable."""
+    return (await _get(base_url, headers, "/metrics")).decode()
+
+
+def cached_share(metrics: str) -> float:
+    """The share of the prompt tokens since the server's start that its prefix cache had."""
+    found = re.findall(r"^penstock_prefix_(query|hit)_tokens_total (\S+)", metrics, re.MULTILINE)
     counts = {name: float(value) for name, value in found}
     return counts.get("hit", 0.0) / max(1.0, counts.get("query", 0.0))
 
@@ -169,8 +173,9 @@ _FORMAT = 2
 class Calibration:
     """model: the served model, named `name`, its device, types and limits. scheduler: the flags
     that it was measured with. front_end: what is not the engine's: HTTP, the tokenizer, messages;
-    nothing of it where there was no server. source: where the steps came from, for people. date: as
-    in results. units: of the step model's coefficients, which are seconds of each.
+    nothing of it where there was no server. drafts: what became of the server's own; None where it
+    had few. source: where the steps came from, for people. date: as in results. units: of the step
+    model's coefficients, which are seconds of each.
     """
 
     name: str
@@ -181,6 +186,7 @@ class Calibration:
     scheduler: SchedulerConfig
     step_model: StepModel
     front_end: FrontEnd = NO_FRONT_END
+    drafts: DraftsAssumed | None = None
     format: int = _FORMAT
     device_units: tuple[str, ...] = DEVICE_UNITS
     host_units: tuple[str, ...] = HOST_UNITS

@@ -16,10 +16,12 @@ from penstock.loadtest.calibrate.calibration import (
     Calibration,
     Measured,
     ServerSteps,
+    cached_share,
     measure_front_end,
-    read_cached_share,
+    read_metrics,
     read_steps,
 )
+from penstock.loadtest.calibrate.drafts import drafts_of
 from penstock.loadtest.calibrate.engine_flags import add_engine_flags, engine_config
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, printer, require
@@ -87,14 +89,16 @@ def _calibrate(argv: list[str]) -> int:
 
 async def calibrate_server(base_url: str, headers: dict[str, str]) -> Calibration:
     """From the steps that a running server keeps. Raises TargetUnusable and TooFewSteps."""
-    if (cached := await read_cached_share(base_url, headers)) > NOTABLE_CACHED_SHARE:
+    metrics = await read_metrics(base_url, headers)  # before what is measured here
+    if (cached := cached_share(metrics)) > NOTABLE_CACHED_SHARE:
         say(
             f"{cached:.0%} of the prompt tokens since the server's start were in its prefix cache, "
             "so the steps are of prompts that it had seen; unless your load shares prompts, start "
             "the server anew, and load it by penstock bench without --seed, which sends new ones"
         )
     measured = await measure_front_end(base_url, headers, say)
-    return calibration_of(base_url, measured, await read_steps(base_url, headers))
+    made = calibration_of(base_url, measured, await read_steps(base_url, headers))
+    return replace(made, drafts=drafts_of(metrics))
 
 
 def calibration_of(base_url: str, measured: Measured, read: ServerSteps) -> Calibration:
@@ -160,6 +164,7 @@ def describe(calibration: Calibration) -> str:
                 strict=True,
             )
         ),
+        *([f"drafts: {calibration.drafts}"] if calibration.drafts else []),
         "",
     ]
     for title, units, seconds in (

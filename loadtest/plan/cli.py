@@ -38,6 +38,9 @@ from penstock.loadtest.plan.page import plan_page
 from penstock.loadtest.plan.probe import Targets
 from penstock.loadtest.plan.refutation import forecast_at, refutation
 from penstock.loadtest.plan.search import Load, Searched, Task, search_all
+from penstock.loadtest.simulate.outcome import effect_of_acceptance
+from penstock.loadtest.simulate.server import ACCEPTANCE
+from penstock.loadtest.simulate.simulation import Plan
 from penstock.loadtest.workload.config import PromptFormat, WorkloadConfig
 from penstock.scheduler.errors import InvalidConfig
 
@@ -98,6 +101,7 @@ _SERVERS = {
     "calibrated value",
     "--[no-]enable-prefix-caching": "as penstock serve",
     "--max-num-queued-reqs N = 1024": "as penstock serve",
+    **ACCEPTANCE,
 }
 _SETTINGS: dict[str, dict[str, Any]] = {
     "model_dir": {"nargs": "?"},
@@ -182,6 +186,10 @@ def _capacity_plan(
         choice = choose(ranked[0], load, task.targets, rate, forecasts)
         check = refutation(parser, args, candidates.name, choice, task, own_rate)
         notes += _notes(args, ranked, choice)
+        server, share = choice.sized.candidate.server, choice.point.rate / choice.sized.num_replicas
+        if server.drafts is not None:
+            requests = load.at(share, args.check_seconds)
+            notes.append(effect_of_acceptance(Plan(server=server), requests))
     return CapacityPlan(
         name=candidates.name,
         date=f"{datetime.now():%Y%m%d-%H%M%S}",

@@ -199,6 +199,8 @@ def _headline(plan: CapacityPlan) -> list[str]:
         ("Steps may be longer or shorter by:", f"{step_time_bias(candidate):.0%}"),
         ("Highest rate of one replica:", f"{sized.limit:.2f} requests/s"),
     ]
+    if candidate.server.drafts is not None:
+        rows.append(("Drafts, assumed:", str(candidate.server.drafts)))
     if sized.price is not None:
         rows.append(("Price per hour:", f"{sized.price:.2f}"))
     if (cost := plan.cost) is not None:

@@ -15,12 +15,13 @@ from penstock.loadtest.command_line import BenchParser, add_flags, exit_status, 
 from penstock.loadtest.report.figures import Measurement
 from penstock.loadtest.report.report import Summary, details, render
 from penstock.loadtest.simulate.outcome import (
+    effect_of_acceptance,
     error_bars,
     figures_over_time,
     render_outcome,
     summary_of,
 )
-from penstock.loadtest.simulate.server import NamedServer, simulated_server
+from penstock.loadtest.simulate.server import ACCEPTANCE, NamedServer, simulated_server
 from penstock.loadtest.simulate.simulation import (
     Plan,
     Simulated,
@@ -50,6 +51,7 @@ _SERVERS = {
     "--memory-gb GB": "default: of an H100 80, of an H200 141",
     "--tensor-parallel-size, -tp N": "as penstock serve: GPUs of each replica; default: 1, or as "
     "calibrated",
+    **ACCEPTANCE,
     "--replicas N = 1": "servers behind one router",
     "--router": "which replica gets a request",
     "--max-num-queued-reqs N = 1024": "as penstock serve, of each replica: further answers get "
@@ -122,6 +124,8 @@ def _simulate(config: BenchConfig, named: NamedServer) -> int:
         bounds = [simulate(plan, requests, factors=step_factors(server, sign)) for sign in (-1, 1)]
         others = [summary_of(plan, each, config.report) for each in bounds]
         summary["error_bars"] = error_bars(summary, others)
+        if server.drafts is not None:
+            notes.append(effect_of_acceptance(plan, requests))
     if args.calibration is not None and (unchecked := summary["unchecked_step_ratio"]):
         notes.append(
             f"{unchecked:.0%} of the steps are outside of what the calibration saw; calibrate with "

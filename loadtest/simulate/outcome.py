@@ -1,6 +1,7 @@
 """The outcome of a simulation, besides what a client sees: its class, memory, cost, error bars."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from statistics import fmean
 from typing import Any
@@ -9,7 +10,8 @@ from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.report.figures import NUM_TIME_BINS, Lines, Series, over_time
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.replica import StepRecord
-from penstock.loadtest.simulate.simulation import Plan, Simulated
+from penstock.loadtest.simulate.simulation import Plan, Simulated, simulate
+from penstock.loadtest.workload.workload import TimedRequest
 
 # Sequences that wait longer than a step or two: as a share of the time.
 _OFTEN = 0.1
@@ -80,7 +82,10 @@ def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summar
     bandwidth, flops = _peaks(info)
     duration_s = simulated.observed.duration_s
     figures = summarize(simulated.observed, report) | server_figures(simulated)
+    drafts = [each for stats in simulated.stats for each in stats.drafts]
     return figures | {
+        "num_draft_tokens": sum(each.num_draft_tokens_total for each in drafts),
+        "num_accepted_draft_tokens": sum(each.num_accepted_tokens for each in drafts),
         "num_replicas": plan.num_replicas,
         "tensor_parallel_size": info.tensor_parallel_size,
         "pipeline_parallel_size": info.pipeline_parallel_size,
@@ -106,6 +111,25 @@ def error_bars(middle: Summary, others: Sequence[Summary]) -> dict[str, tuple[fl
     return bars
 
 
+_CHANGE = 0.1
+
+
+def effect_of_acceptance(plan: Plan, requests: Sequence[TimedRequest]) -> str:
+    """A sentence on what is assumed of drafts, and on what the error of that would change."""
+    drafts, figures = plan.server.drafts, []
+    assert drafts is not None
+    for more in (-_CHANGE, 0.0, _CHANGE):
+        server = plan.server._replace(drafts=drafts.changed_by(more))
+        observed = simulate(replace(plan, server=server), requests).observed
+        figures.append(summarize(observed, ReportConfig()))
+    tpots = [f"{each['median_tpot_ms'] or 0.0:.2f}" for each in figures]
+    rates = [f"{each['output_throughput']:.0f}" for each in figures]
+    return (
+        f"drafts are assumed, {drafts}: with {_CHANGE:g} less, that, and {_CHANGE:g} more, TPOT "
+        f"p50 is {', '.join(tpots)} ms, and there are {', '.join(rates)} output tokens/s"
+    )
+
+
 def render_outcome(summary: Summary) -> str:
     """The rows that follow the layout of penstock bench."""
     bars = summary.get("error_bars") or {}
@@ -125,6 +149,8 @@ def render_outcome(summary: Summary) -> str:
         "KV blocks used at most (%):": share("kv_peak"),
         "Preemptions:": summary["preemptions"],
         "Prompt tokens from the prefix cache (%):": share("prefix_hit_ratio"),
+        "Drafts verified, accepted:": f"{summary['num_draft_tokens']}, "
+        f"{summary['num_accepted_draft_tokens']}",
         "MBU (%):": share("mbu"),
         "MFU (%):": share("mfu"),
         "Steps outside of the calibrated range (%):": share("unchecked_step_ratio"),

@@ -5,13 +5,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from penstock.engine.executors.predicted import PredictedExecutor, VirtualClock
+from penstock.engine.config import SpeculativeConfig
+from penstock.engine.executors.predicted import DraftsByChance, PredictedExecutor, VirtualClock
 from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import Accepted, FromLoop, Refused, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import NO_FRONT_END, FrontEnd
+from penstock.loadtest.calibrate.drafts import DraftsAssumed
 from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -20,13 +23,14 @@ from penstock.scheduler.types import Request
 
 
 class SimulatedServer(NamedTuple):
-    """The settings that all replicas share."""
+    """The settings that all replicas share. drafts: None where no step has any."""
 
     info: ModelInfo
     step_model: StepModel
     scheduler: SchedulerConfig
     front_end: FrontEnd = NO_FRONT_END
     max_num_queued_reqs: int = 1024
+    drafts: DraftsAssumed | None = None
 
 
 class StepRecord(NamedTuple):
@@ -76,6 +80,7 @@ class Replica:
             max_model_len=info.max_model_len,
             step_model=live,
             num_cohorts=info.pipeline_parallel_size,
+            drafter=_drafter(server.drafts, live, seed or 0),
         )
         # Requests on their way, in order of arrival. What comes later may not be among them yet.
         self._coming: deque[Request] = deque()
@@ -168,3 +173,10 @@ class Replica:
                 stats.kv_usage,
             )
         )
+
+
+def _drafter(drafts: DraftsAssumed | None, live: LiveStepModel, seed: int) -> Drafter | None:
+    if drafts is None:
+        return None
+    most = SpeculativeConfig().num_speculative_tokens
+    return Drafter([DraftsByChance(*drafts, most, seed)], most, live)

@@ -8,13 +8,22 @@ from penstock.engine.config import Dtype, EngineConfig, KVCacheDtype, Quantizati
 from penstock.engine.memory.pool.kv_layout import GroupPool, bytes_needed, divide
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import NO_FRONT_END, Calibration
+from penstock.loadtest.calibrate.drafts import DraftsAssumed
 from penstock.loadtest.calibrate.engine_flags import scheduler_config
+from penstock.loadtest.command_line import require
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from penstock.engine.sizing.sizing import Sizing
+
+
+# Flags of simulate and plan.
+ACCEPTANCE = {
+    "--acceptance SHARE ...": "of drafts of next tokens, by position, if those before it were "
+    "accepted; 0: no drafts; default: as calibrated",
+}
 
 
 class NamedServer(NamedTuple):
@@ -77,10 +86,29 @@ def calibrated_server(args: argparse.Namespace) -> NamedServer:
         info = _with_pools(info, args.kv_cache_memory_bytes, scheduler)
     worst = max((error.mape for error in read.step_model.errors.values()), default=1.0)
     note = f"calibrated on {read.source}; steps are off by {worst:.0%} at worst"
+    drafts = _assumed_drafts(args.acceptance, info, read.drafts)
     server = SimulatedServer(
-        info, read.step_model, scheduler, read.front_end, args.max_num_queued_reqs
+        info, read.step_model, scheduler, read.front_end, args.max_num_queued_reqs, drafts
     )
     return NamedServer(read.name, server, note)
+
+
+def _assumed_drafts(
+    acceptance: list[float] | None, info: ModelInfo, measured: DraftsAssumed | None
+) -> DraftsAssumed | None:
+    """acceptance: as given, else as measured. Raises InvalidConfig."""
+    if acceptance is None:
+        return measured
+    for share in acceptance:
+        require(0 <= share <= 1, "--acceptance", share, "from 0 to 1")
+    if not any(acceptance):
+        return None
+    if not info.takes_drafts or info.runs_ahead:
+        raise InvalidConfig(
+            "--acceptance is for a --calibration of a server whose steps have drafts: one process "
+            "on a CPU, the compiled step, and a model without recurrent layers"
+        )
+    return DraftsAssumed(tuple(acceptance), measured.found if measured else 1.0)
 
 
 def planned_server(
@@ -105,8 +133,9 @@ def planned_server(
         block_size=args.block_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
     )
+    drafts = _assumed_drafts(args.acceptance, planned.info, None)
     server = SimulatedServer(
-        planned.info, planned.step_model, scheduler, NO_FRONT_END, args.max_num_queued_reqs
+        planned.info, planned.step_model, scheduler, NO_FRONT_END, args.max_num_queued_reqs, drafts
     )
     source = "step times come from the datasheet"
     if tensor_parallel_size > 1:

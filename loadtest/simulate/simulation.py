@@ -260,13 +260,16 @@ class _Simulation:
         for request_id in outputs.request_ids:
             written_s += token_s
             note_arrival[request_id](written_s)
-        ended = [each for each in outputs.others.values() if each.finish is not None]
-        for output in ended:
+        num_ended = 0
+        for output in outputs.others.values():
             result = self._results[output.request_id]
-            result.num_output_tokens = len(result.arrivals_s)
-            result.num_cached_tokens = output.num_cached_tokens
-            self._end(output.request_id, result.arrivals_s[-1])
-        return len(ended)
+            result.num_output_tokens += len(output.token_ids) - 1  # besides one of each arrival
+            if output.finish is not None:
+                result.num_output_tokens += len(result.arrivals_s)
+                result.num_cached_tokens = output.num_cached_tokens
+                self._end(output.request_id, result.arrivals_s[-1])
+                num_ended += 1
+        return num_ended
 
     def _on_refused(self, refused: Refused, at_s: float) -> None:
         self._fail(refused.request_id, refused.message, 429 if refused.late else 400, at_s)

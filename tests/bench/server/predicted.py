@@ -30,8 +30,14 @@ import msgspec
 from penstock.loadtest.bench.http_target import HttpTarget, TargetConfig
 from penstock.loadtest.bench.readiness import wait_until_ready, warm_up
 from penstock.loadtest.bench.replay import replay, run
-from penstock.loadtest.calibrate.calibration import Calibration, measure_front_end, read_steps
+from penstock.loadtest.calibrate.calibration import (
+    Calibration,
+    measure_front_end,
+    read_metrics,
+    read_steps,
+)
 from penstock.loadtest.calibrate.cli import calibration_of, describe
+from penstock.loadtest.calibrate.drafts import drafts_of
 from penstock.loadtest.report.report import ReportConfig, Summary, summarize
 from penstock.loadtest.simulate.outcome import error_bars
 from penstock.loadtest.simulate.replica import SimulatedServer
@@ -220,7 +226,8 @@ async def _measure(url: str, args: argparse.Namespace) -> tuple[Calibration, lis
         swept += await _sweep(url, target, args, args.rounds)
         front_end = await measure_front_end(url, {}, _say)
         read = replace(await read_steps(url, {}), steps=swept)
-        return calibration_of(url, front_end, read), loads
+        made = calibration_of(url, front_end, read)
+        return replace(made, drafts=drafts_of(await read_metrics(url, {}))), loads
 
 
 async def _sweep(
@@ -280,7 +287,9 @@ def _predicted(
 def _simulated(
     made: Calibration, requests: list[TimedRequest], factors: dict[StepClass, float]
 ) -> Summary:
-    server = SimulatedServer(made.model, made.step_model, made.scheduler, made.front_end)
+    server = SimulatedServer(
+        made.model, made.step_model, made.scheduler, made.front_end, drafts=made.drafts
+    )
     return summarize(simulate(Plan(server=server), requests, factors=factors).observed, REPORT)
 
 

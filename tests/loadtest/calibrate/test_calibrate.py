@@ -8,6 +8,7 @@ import pytest
 from penstock.engine.executors.scripted import ScriptedExecutor, scripted_info
 from penstock.loadtest.calibrate.calibration import Calibration
 from penstock.loadtest.calibrate.cli import describe, main
+from penstock.loadtest.calibrate.drafts import DraftsAssumed, drafts_of
 from penstock.loadtest.calibrate.sweep import run_sweep
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
@@ -130,3 +131,30 @@ def test_wrong_flags_are_one_sentence(
 ) -> None:
     assert main(flags) == 2
     assert why in capsys.readouterr().err
+
+
+def _metrics(*, drafts: int, generated: int, accepted: list[int], reached: list[int]) -> str:
+    lines = [
+        f"penstock_generated_tokens_total {generated}.0",
+        f'penstock_spec_decode_drafts_total{{source="ngram"}} {drafts - 40}.0',
+        'penstock_spec_decode_drafts_total{source="suffix"} 40.0',
+        f'penstock_spec_decode_accepted_tokens_total{{source="ngram"}} {sum(accepted)}.0',
+    ]
+    for name, counts in (("accepted", accepted), ("reached", reached)):
+        lines += [
+            f'penstock_spec_decode_{name}_tokens_per_pos_total{{position="{position}",'
+            f'source="ngram"}} {float(count)}'
+            for position, count in enumerate(counts)
+        ]
+    return "\n".join(lines)
+
+
+def test_the_acceptance_of_a_servers_drafts_is_read_from_its_metrics() -> None:
+    before = _metrics(drafts=100, generated=150, accepted=[50, 20, 2], reached=[100, 50, 20])
+    assert drafts_of(before) == DraftsAssumed((0.5, 0.4), 1.0)
+    after = _metrics(drafts=200, generated=1000, accepted=[140, 65, 2], reached=[200, 100, 20])
+    assert drafts_of(after, before) == DraftsAssumed((0.9, 0.9), 100 / 715)
+    assert drafts_of("penstock_generated_tokens_total 9.0") is None
+    assert str(DraftsAssumed((0.9, 0.5), 0.2).changed_by(0.2)) == (
+        "found for 20% of the tokens, accepted by position 100%, 70%"
+    )

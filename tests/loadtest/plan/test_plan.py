@@ -290,6 +290,24 @@ def test_a_target_of_the_whole_latency_has_a_forecast_too(
     assert e2el["low"] < e2el["value"] <= 300
 
 
+def test_a_plan_says_what_it_assumes_of_drafts_and_what_their_error_changes(
+    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = Calibration.read(calibration)
+    replace(read, model=replace(read.model, takes_drafts=True)).write(calibration)
+    output = tmp_path / "plan.json"
+    flags = [*FLAGS, "--calibration", str(calibration), "--output", str(output)]
+    limits = {}
+    for acceptance in ("0", "0.8"):
+        assert main([*flags, "--acceptance", acceptance]) == 0
+        limits[acceptance] = json.loads(output.read_text())["plan"]["max_request_rate_per_replica"]
+    assert limits["0.8"] > limits["0"]
+    said = capsys.readouterr()
+    assert "Drafts, assumed:" in said.out and "accepted by position 80%" in said.out
+    (note,) = (each for each in json.loads(output.read_text())["notes"] if "drafts are" in each)
+    assert "with 0.1 less, that, and 0.1 more, TPOT p50 is " in note
+
+
 def test_targets_that_no_rate_meets_are_no_plan(
     calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

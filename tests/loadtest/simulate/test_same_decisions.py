@@ -17,6 +17,7 @@ from penstock.engine.step.loop import EngineLoop
 from penstock.engine.step.messages import FromEngine, StepReport, Submit, ToEngine
 from penstock.engine.step.model_info import ModelInfo
 from penstock.loadtest.calibrate.calibration import FrontEnd
+from penstock.loadtest.calibrate.drafts import DraftsAssumed
 from penstock.loadtest.simulate import replica
 from penstock.loadtest.simulate.replica import SimulatedServer
 from penstock.loadtest.simulate.simulation import Plan, simulate
@@ -42,7 +43,10 @@ class TimedExecutor(ScriptedExecutor):
     """Computes every token, in the time that the model says; notes what it was told to run."""
 
     def __init__(self, info: ModelInfo) -> None:
-        super().__init__(info, runs_ahead=info.runs_ahead, paranoid=True)
+        # Drafts are right where they are what a simulation samples.
+        super().__init__(
+            info, runs_ahead=info.runs_ahead, paranoid=True, token_at=lambda *_: predicted.TOKEN_ID
+        )
         self.now_s = 0.0
         self.host_s = 0.0
         self.batches: list[ScheduledBatch] = []
@@ -110,7 +114,10 @@ class ArrivingRequests:
 
 
 def served(
-    info: ModelInfo, config: SchedulerConfig, trace: list[TimedRequest]
+    info: ModelInfo,
+    config: SchedulerConfig,
+    trace: list[TimedRequest],
+    drafts: DraftsAssumed | None = None,
 ) -> tuple[list[ScheduledBatch], dict[str, list[float]]]:
     """What was run, and when each request had its tokens."""
     executor = TimedExecutor(info)
@@ -141,6 +148,7 @@ def served(
         max_model_len=info.max_model_len,
         step_model=live,
         num_cohorts=info.pipeline_parallel_size,
+        drafter=replica._drafter(drafts, live, 0),
     )
     inbox = ArrivingRequests(executor, requests)
     loop = EngineLoop(scheduler, executor, inbox, send, lambda: executor.now_s, live)
@@ -150,7 +158,10 @@ def served(
 
 
 def simulated(
-    info: ModelInfo, config: SchedulerConfig, trace: list[TimedRequest]
+    info: ModelInfo,
+    config: SchedulerConfig,
+    trace: list[TimedRequest],
+    drafts: DraftsAssumed | None = None,
 ) -> tuple[list[ScheduledBatch], dict[str, list[float]], int]:
     batches: list[ScheduledBatch] = []
 
@@ -160,9 +171,9 @@ def simulated(
             return super().execute(batch)
 
     model = known_model(runs_ahead=info.runs_ahead)
-    plan = Plan(
-        server=SimulatedServer(info, model, config, FrontEnd(delay_s=FRONT_END_S)), seed=None
-    )
+    front_end = FrontEnd(delay_s=FRONT_END_S)
+    server = SimulatedServer(info, model, config, front_end, drafts=drafts)
+    plan = Plan(server=server, seed=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "PredictedExecutor", Noting)
         made = simulate(plan, trace)
@@ -172,13 +183,13 @@ def simulated(
 
 
 def decisions(batch: ScheduledBatch) -> tuple[object, ...]:
-    """All that a batch says but for the ids of tokens, which nobody simulates."""
+    """All that a batch says but for the ids of prompts, which are the same."""
     assignments = tuple(
         (each.slot, len(each.token_ids), each.num_prompt_tokens, each.tables)
         for each in batch.assignments
     )
     rows = (batch.slots, batch.starts, batch.num_tokens, batch.samples, batch.num_decodes)
-    return (batch.step, assignments, batch.table_updates, batch.copies, *rows)
+    return (batch.step, assignments, batch.table_updates, batch.copies, *rows, batch.drafts)
 
 
 @st.composite
@@ -214,6 +225,7 @@ def traces(draw: st.DrawFn) -> list[TimedRequest]:
     budget=st.sampled_from((8, 20, 64)),
     num_blocks=st.sampled_from((28, 40, 200)),
     caches=st.booleans(),
+    drafts=st.sampled_from((None, DraftsAssumed((0.7,)), DraftsAssumed((1.0, 0.5), 0.6))),
 )
 def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     trace: list[TimedRequest],
@@ -224,7 +236,10 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     budget: int,
     num_blocks: int,
     caches: bool,
+    drafts: DraftsAssumed | None,
 ) -> None:
+    if device != "waits":
+        drafts = None
     num_stages = {"two stages": 2, "three stages": 3}.get(device, 1)
     info = make_info(num_blocks, runs_ahead=device == "runs ahead", num_stages=num_stages)
     config = SchedulerConfig(
@@ -235,8 +250,8 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
         itl_target_s=itl_target_s,
         enable_prefix_caching=caches,
     )
-    batches, times = served(info, config, trace)
-    of_simulation, simulated_times, _ = simulated(info, config, trace)
+    batches, times = served(info, config, trace, drafts)
+    of_simulation, simulated_times, _ = simulated(info, config, trace, drafts)
     assert list(map(decisions, of_simulation)) == list(map(decisions, batches))
     assert simulated_times == times
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from penstock.loadtest.bench.flags import make_parser
 from penstock.loadtest.bench.http_target import TargetConfig
 from penstock.loadtest.bench.results import settings_of
 from penstock.loadtest.calibrate.calibration import Calibration, FrontEnd
+from penstock.loadtest.calibrate.drafts import DraftsAssumed
 from penstock.loadtest.report.report import ReportConfig, summarize
 from penstock.loadtest.simulate.cli import main
 from penstock.loadtest.simulate.outcome import RunClass, run_class, summary_of
@@ -181,6 +183,35 @@ def test_a_router_that_knows_prefixes_has_more_hits() -> None:
     assert hits[RouterPolicy.PREFIX_AWARE] > 1.3 * hits[RouterPolicy.ROUND_ROBIN]
 
 
+def test_drafts_are_accepted_as_often_as_is_assumed_and_answers_keep_their_length() -> None:
+    plan = make_plan(server={"drafts": DraftsAssumed((0.9, 0.6), 0.7)})
+    load = requests_at([0.0] * 3, output=90) + requests_at([9.0] * 60, output=90)[3:]
+    simulated = simulate(plan, load)
+    assert [each.num_output_tokens for each in simulated.observed.results] == [90] * len(load)
+    *_, stats = simulated.stats[0].drafts
+    shares = [a / b for a, b in zip(stats.accepted, stats.reached, strict=False)]
+    assert shares[:2] == pytest.approx([0.9, 0.6], abs=0.05)
+    assert stats.num_accepted_tokens > 100
+
+
+def test_drafts_that_are_right_make_answers_faster_and_those_that_are_wrong_do_not() -> None:
+    load = requests_at([0.0], output=90)
+    tpots = []
+    for drafts in (None, DraftsAssumed((1.0,)), DraftsAssumed((0.001,))):
+        plan = make_plan(server={"drafts": drafts})
+        (result,) = simulate(plan, load).observed.results
+        tpots.append(result.tpot_s or 0.0)
+    plain, right, wrong = tpots
+    assert right < 0.5 * plain and plain < wrong < 1.05 * plain
+
+
+def test_a_seed_draws_the_same_drafts_again() -> None:
+    plan = make_plan(server={"drafts": DraftsAssumed((0.7,))})
+    load = requests_at([0.0, 0.1], output=60)
+    runs = [simulate(replace(plan, seed=seed), load).steps for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
 @pytest.fixture
 def calibration(tmp_path: Path) -> Path:
     plan = make_plan()
@@ -190,7 +221,7 @@ def calibration(tmp_path: Path) -> Path:
         source="made-up steps",
         date="20260101-000000",
         version="0",
-        model=plan.server.info,
+        model=replace(plan.server.info, takes_drafts=True),
         scheduler=plan.server.scheduler,
         step_model=plan.server.step_model,
         front_end=FrontEnd(request_s=0.001),
@@ -257,9 +288,41 @@ def test_a_recording_is_simulated_at_its_own_times(
     assert made["duration"] == pytest.approx(4.0, abs=0.1)
 
 
+def test_the_acceptance_of_drafts_is_that_of_the_flag_or_of_the_calibration(
+    calibration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--calibration", str(calibration), "--num-prompts", "30", "--max-concurrency", "1"]
+    plain = run(capsys, *flags)
+    assert plain["num_draft_tokens"] == 0
+    given = run(capsys, *flags, "--acceptance", "0.9", "0.8")
+    assert 0 < given["num_accepted_draft_tokens"] < given["num_draft_tokens"]
+    assert given["mean_tpot_ms"] < plain["mean_tpot_ms"]
+    read = Calibration.read(calibration)
+    replace(read, drafts=DraftsAssumed((0.9, 0.8), 0.5)).write(calibration)
+    calibrated = run(capsys, *flags)["num_draft_tokens"]
+    assert 0 < calibrated < given["num_draft_tokens"]
+    assert run(capsys, *flags, "--acceptance", "0.9", "0.8")["num_draft_tokens"] == calibrated
+    assert run(capsys, *flags, "--acceptance", "0")["num_draft_tokens"] == 0
+    assert main([*FLAGS, *flags]) == 0
+    said = capsys.readouterr()
+    assert "found for 50% of the tokens, accepted by position 90%, 80%: with 0.1 less" in said.err
+    assert "Drafts verified, accepted:" in said.out
+
+
+def test_an_acceptance_above_one_is_refused(
+    calibration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--calibration", str(calibration), "--acceptance", "1.5"]) == 2
+    assert "--acceptance is 1.5; it must be from 0 to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
+        (
+            ["configs/models/Qwen3-8B", "--device", "H200", "--acceptance", "0.7"],
+            "--acceptance is for a --calibration of a server whose steps have drafts",
+        ),
         ([], "give either --calibration"),
         (["configs/models/Qwen3-8B"], "give the --device on which the model would run"),
         (["configs/models/Qwen3-8B", "--device", "TPU", "--memory-gb", "9"], "has no peaks of"),
