@@ -23,6 +23,7 @@ import numpy
 import openvino
 import openvino_genai
 
+_MAX_NGRAM = 3  # tokens that prompt lookup looks for; OpenVINO's examples have it
 _MAX_HEAD_BYTES, _MAX_BODY_BYTES = 2**16, 2**24
 # A character of UTF-8 has at most four bytes, so no more tokens wait for its end.
 _MAX_WAITING_TOKENS = 4
@@ -63,8 +64,10 @@ class Completion:
 class Service:
     """The pipeline, and the requests that it computes."""
 
-    def __init__(self, pipeline: Any, facts: ModelFacts) -> None:
+    def __init__(self, pipeline: Any, facts: ModelFacts, num_drafts: int = 0) -> None:
+        """num_drafts: of prompt lookup, with which the pipeline was made; 0 for none."""
         self.facts = facts
+        self._num_drafts = num_drafts
         self._pipeline = pipeline
         self._tokenizer = pipeline.get_tokenizer()
         self._open: list[Completion] = []
@@ -96,6 +99,9 @@ class Service:
         config.max_new_tokens = max_tokens
         config.ignore_eos = bool(fields.get("ignore_eos"))
         config.do_sample = False
+        if self._num_drafts:
+            config.num_assistant_tokens = self._num_drafts
+            config.max_ngram_size = _MAX_NGRAM
         prompt = openvino.Tensor(numpy.array([prompt_ids], dtype=numpy.int64))
         completion = Completion(
             connection=connection,
@@ -324,6 +330,8 @@ def _load(options: argparse.Namespace) -> Any:
         "INFERENCE_PRECISION_HINT": options.precision,
         "KV_CACHE_PRECISION": options.kv_precision,
     }
+    if options.prompt_lookup:
+        properties["prompt_lookup"] = True
     model = str(options.model)
     return openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
 
@@ -335,7 +343,7 @@ async def _serve(options: argparse.Namespace) -> None:
         max_len=config["max_position_embeddings"],
         vocab_size=config["vocab_size"],
     )
-    service = Service(_load(options), facts)
+    service = Service(_load(options), facts, options.prompt_lookup)
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: Connection(service), options.host, options.port)
     print(f"{facts.name}: http://{options.host}:{options.port}", flush=True)
@@ -359,6 +367,7 @@ def main() -> int:
     add("--cache-gb", type=int, default=1, help="GiB of the KV cache")
     add("--max-num-seqs", type=int, default=16, help="sequences in a step")
     add("--max-num-batched-tokens", type=int, default=256, help="tokens in a step")
+    add("--prompt-lookup", type=int, default=0, metavar="N", help="drafts of the prompt's text")
     options = parser.parse_args()
     if not (options.model / "openvino_model.xml").is_file():
         say = (
