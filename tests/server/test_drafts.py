@@ -1,19 +1,29 @@
 """A server whose steps have drafts answers what one without answers, and counts them."""
 
 import json
+import os
 import re
 import shutil
+import signal
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from tests.chaos.load import events_of, joined
+from tests.server.api.test_handover import KEY, answers_in, resume
+from tests.server.test_life import engine_pid
 from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL
-from tests.support.serving import MODEL, RunningServer, ready
+from tests.support.serving import MODEL, RunningServer, ready, wait_until
 
 pytestmark = needs_compiler
+
+COMPLETIONS = "/v1/completions"
+PLAIN = ("--speculative-config", '{"num_speculative_tokens": 0}')
 
 CODE = "def area(width, height):\n    result = width * height\n    return result\n"
 BODIES: dict[str, dict[str, Any]] = {
@@ -51,10 +61,14 @@ def _serve(*flags: str) -> RunningServer:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[RunningServer, ...]]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[RunningServer, ...]]:
     """One with drafts, one without."""
-    without = ("--speculative-config", '{"num_speculative_tokens": 0}')
-    with ready(_serve(), _serve(*without)) as both:
+    file = tmp_path_factory.mktemp("keys") / "handover"
+    file.write_text(KEY + "\n")
+    key = ("--handover-key-file", str(file))
+    with ready(_serve(*key), _serve(*PLAIN, *key)) as both:
         yield both
 
 
@@ -83,16 +97,27 @@ def test_drafts_are_counted_by_source_and_under_vllms_names() -> None:
         for _ in range(2):
             server.complete(**BODIES["repeats"])
         text = server.get("/metrics").text
-    counts: dict[str, float] = {}
+    counts: defaultdict[str, float] = defaultdict(float)
+    by_position: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
+        name, _, labels = name.partition("{")
         if "spec_decode" in name and not line.startswith("#"):
-            counts[name] = counts.get(name, 0) + float(value)
+            counts[name] += float(value)
+            if position := re.search(r'position="(\d+)"', labels):
+                by_position[name][int(position[1])] += int(float(value))
     accepted = counts["penstock_spec_decode_accepted_tokens_total"]
     assert accepted > 10
     assert counts["penstock_spec_decode_draft_tokens_total"] >= accepted
     assert counts["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted
+    own = by_position["penstock_spec_decode_accepted_tokens_per_pos_total"]
+    assert by_position["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == own
+    reached = by_position["penstock_spec_decode_reached_tokens_per_pos_total"]
+    assert reached[0] == counts["penstock_spec_decode_drafts_total"]
+    # A draft is reached once that before it was accepted, if there is one.
+    for at in range(8):
+        assert own[at] <= reached[at] and reached[at + 1] <= own[at]
+    assert own[1] > 0
 
 
 def test_a_prediction_is_a_source_of_drafts_and_of_nothing_else(
@@ -112,6 +137,91 @@ def test_a_prediction_is_a_source_of_drafts_and_of_nothing_else(
         found = drafted.chat(**fields, prediction=wrong).json()
         assert found["choices"] == expected["choices"]
         assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
+def test_a_stop_string_leaves_the_prediction_in_the_usage(
+    servers: tuple[RunningServer, ...],
+) -> None:
+    drafted, plain = servers
+    fields = {"temperature": 0, "max_tokens": 60}
+    answer = plain.chat(**fields).json()["choices"][0]["message"]["content"]
+    stop = answer[-12:-4]
+    assert answer.count(stop) == 1
+    prediction = {"type": "content", "content": answer}
+    expected = plain.chat(**fields, stop=[stop]).json()
+    found = drafted.chat(**fields, stop=[stop], prediction=prediction).json()
+    assert found["choices"] == expected["choices"]
+    assert found["choices"][0]["finish_reason"] == "stop"
+    details = found["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 4
+    wrong = {"type": "content", "content": answer.replace(" ", " x ")}
+    found = drafted.chat(**fields, stop=[stop], prediction=wrong).json()
+    assert found["choices"] == expected["choices"]
+    assert found["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+def test_an_answer_with_drafts_goes_on_after_its_engine_was_killed(
+    servers: tuple[RunningServer, ...],
+) -> None:
+    drafted, plain = servers
+    body: dict[str, Any] = {"model": MODEL, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    body |= BODIES["repeats"] | {"max_tokens": 300, "n": 3, "ignore_eos": True}
+    expected = list(joined(events_of(plain.post(COMPLETIONS, body).text)))
+    names = ("resumed_requests_total", 'spec_decode_accepted_tokens_total{source="ngram"}')
+    before = [drafted.metric(name) for name in names]
+    pid = engine_pid(drafted)
+    with httpx.stream("POST", drafted.url + COMPLETIONS, json=body, timeout=60) as response:
+        incoming = response.iter_lines()
+        lines = [next(incoming) for _ in range(6)]
+        os.kill(pid, signal.SIGKILL)
+        lines += incoming
+    assert list(joined(events_of("\n".join(lines)))) == expected
+    num_resumed, num_accepted = (
+        drafted.metric(name) - was for name, was in zip(names, before, strict=True)
+    )
+    assert num_resumed == 1 and num_accepted > 100
+    wait_until(lambda: drafted.get("/ready").status_code == 200)
+
+
+@pytest.mark.parametrize("name", ["repeats", "choices", "schema"])
+def test_an_answer_goes_on_at_another_server_with_drafts_and_without(
+    servers: tuple[RunningServer, ...], name: str
+) -> None:
+    body: dict[str, Any] = {"model": MODEL, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    body |= BODIES[name] | {"return_token_ids": True}
+    wholes = [events_of(server.post(COMPLETIONS, body).text) for server in servers]
+    expected = list(joined(wholes[1]))
+    for whole, other in zip(wholes, reversed(servers), strict=True):
+        begun = whole[: len(whole) // 2]
+        answers = answers_in(begun, body.get("n", 1))
+        handed = {"path": COMPLETIONS, "body": body, "answers": answers}
+        reply = resume(other, handed)
+        assert reply.status_code == 200, reply.text
+        assert list(joined(begun + events_of(reply.text))) == expected
+
+
+def test_blocks_of_a_tier_that_were_written_with_drafts_serve_without_and_the_reverse(
+    tmp_path: Path,
+) -> None:
+    """The second server reads what the first has computed, answer and drafts included."""
+    turns = [BODIES["repeats"], BODIES["choices"]]
+    for number, order in enumerate((((), PLAIN), (PLAIN, ()))):
+        found = []
+        for flags in order:
+            directory = ("--kv-offload-dir", str(tmp_path / str(number)))
+            with ready(_serve(*flags, *directory)) as (server,):
+                said = [_answer(server, **body)["choices"] for body in turns]
+                # The next turn: its prompt is in the blocks of the last one and its answer.
+                prompt = turns[0]["prompt"] + said[0][0]["text"]
+                said.append(_answer(server, **turns[0] | {"prompt": prompt})["choices"])
+                found.append(said)
+                num_hits = server.metric("kv_offload_hit_tokens_total")
+                server.process.send_signal(signal.SIGTERM)
+                assert server.process.wait(60) == 0
+        assert found[0] == found[1]
+        assert num_hits > 100
 
 
 @pytest.mark.parametrize(
