@@ -303,6 +303,7 @@ def _three(**changes: Any) -> list[Request]:
         ("gemma3", "gemma3", {}),
         ("gemma4_small_wrapped", "gemma4", {}),
         ("qwen3_moe", "qwen3", {}),
+        ("qwen3_5", "qwen3", {}),
         ("llama_biases", "llama_biases", {"kv_cache_dtype": KVCacheDtype.INT8}),
         ("qwen3", "qwen3", {"num_threads": 2}),
     ],
