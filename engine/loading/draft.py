@@ -1,6 +1,7 @@
 """`DraftedLoading`: a model in the memory of a processor, and beside it a smaller one that proposes
 its next tokens (`penstock.engine.drafting.draft_model`)."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,15 +9,19 @@ from typing import Any
 
 import torch
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import DraftMethod, EngineConfig, LoadFormat, SpeculativeConfig
 from penstock.engine.drafting.draft_model import DraftModel, num_spare_blocks
 from penstock.engine.drafting.proposer import MakeProposer
+from penstock.engine.errors import InvalidModel
 from penstock.engine.executors.cpu import HostModel
+from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.loading.cpu import CpuLoading
 from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_pool import KVPools, PoolSize
 from penstock.engine.native.inputs import gather_input
 from penstock.scheduler.errors import InvalidConfig
+
+logger = logging.getLogger(__name__)
 
 _NOT_OF_DRAFTS: dict[str, Any] = {
     "quantization_report": False,
@@ -24,6 +29,21 @@ _NOT_OF_DRAFTS: dict[str, Any] = {
     **dict.fromkeys(("speculative", "lora", "kv_memory", "kv_offload_dir", "kv_offload_bytes")),
     "kv_offload_disk_bytes": None,
 }
+
+
+def load_with_own_draft(config: EngineConfig, directory: Path, *others: Any) -> LoadedModel | None:
+    """The model with the one in its folder draft/, which nobody asked for: None where there is
+    none, where drafts are set otherwise, or where that cannot be used, as without a compiler."""
+    own = directory / "draft"
+    is_set = config.speculative is not None or config.load_format is LoadFormat.DUMMY
+    if is_set or not (own / "config.json").is_file():
+        return None
+    speculative = SpeculativeConfig(method=DraftMethod.DRAFT_MODEL, model=str(own))
+    try:
+        return DraftedLoading(replace(config, speculative=speculative), directory, *others).load()
+    except (InvalidConfig, InvalidModel) as error:
+        logger.info("starts without the draft model in %s: %s", own, error)
+        return None
 
 
 class DraftedLoading(CpuLoading):

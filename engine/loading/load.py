@@ -32,6 +32,7 @@ def load(
     and InvalidModel."""
     loading: Callable[..., Loading]
     has_draft = config.speculative is not None and config.speculative.has_model
+    may_have_own = False
     if isinstance(find_implementation(directory, config.model_impl), TransformersClass):
         from penstock.engine.loading.fallback import FallbackLoading
 
@@ -51,14 +52,20 @@ def load(
     else:
         from penstock.engine.loading.cpu import CpuLoading
 
-        loading = CpuLoading
+        loading, may_have_own = CpuLoading, place is None
     if has_draft:
         raise InvalidConfig(
             "--speculative-config names a draft model, which needs one process on a CPU, and a "
             'served model that Penstock computes itself; leave "model" out'
         )
+    others = directory, place, device, phases
     with torch.inference_mode():
-        return loading(config, directory, place, device, phases).load()
+        if may_have_own:
+            from penstock.engine.loading.draft import load_with_own_draft
+
+            if loaded := load_with_own_draft(config, *others):
+                return loaded
+        return loading(config, *others).load()
 
 
 def load_executor(

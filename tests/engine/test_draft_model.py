@@ -1,6 +1,7 @@
 """A draft model changes no answer; one that is the served model itself has every draft accepted,
 which a key that is not its sequence's would show."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from penstock.engine.config import (
     Dtype,
     EngineConfig,
     KVCacheDtype,
+    LoadFormat,
     LoraConfig,
     Quantization,
     SpeculativeConfig,
@@ -32,6 +34,7 @@ from penstock.scheduler.types import Request, SampledTokens, SamplingParams
 from tests.support.adapters import save_adapter
 from tests.support.compiler import needs_compiler
 from tests.support.drafting import EveryDraft
+from tests.support.executors import cpu_executor
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
@@ -406,3 +409,39 @@ def test_a_draft_model_is_refused_where_torch_or_transformers_computes(tmp_path:
     config = _tiny(tmp_path, "qwen3", kv_cache_dtype=KVCacheDtype.FP8)
     with pytest.raises(PenstockError, match="compiled step cannot compute"):
         SteppedEngine(_drafted(config, config.model))
+
+
+def _with_own_draft(draft: Path, folder: Path) -> EngineConfig:
+    """Of a copy of stories260K, with that model in its folder draft/."""
+    copy = folder / "model"
+    shutil.copytree(STORIES, copy)
+    shutil.copytree(draft, copy / "draft")
+    return replace(_stories(), model=str(copy))
+
+
+def test_the_draft_in_a_models_own_folder_is_used_unless_drafts_are_set_otherwise(
+    tmp_path: Path,
+) -> None:
+    config = _with_own_draft(STORIES, tmp_path)
+    drafter, requests = _every(), requests_of(WAYS["drawn"])
+    engine = SteppedEngine(config, drafter=drafter)
+    expected = answers_of(requests, SteppedEngine(_stories()).run(requests))
+    assert answers_of(requests, engine.run(requests)) == expected
+    assert _by_model(drafter).num_accepted_tokens > 50
+    for others in (
+        {"speculative": SpeculativeConfig()},
+        {"speculative": SpeculativeConfig(num_speculative_tokens=0)},
+        {"load_format": LoadFormat.DUMMY},
+    ):
+        executor = cpu_executor(replace(config, **others), Path(config.model))
+        assert executor.info.proposes is None
+
+
+def test_an_own_draft_that_cannot_be_one_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = save(make_model("llama2", vocab_size=256, num_hidden_layers=1), tmp_path / "other")
+    config = _with_own_draft(other, tmp_path)
+    with caplog.at_level("INFO"):
+        assert cpu_executor(config, Path(config.model)).info.proposes is None
+    assert "starts without the draft model in" in caplog.text and "256 ids" in caplog.text
