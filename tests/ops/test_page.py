@@ -23,6 +23,7 @@ from tests.support.chat_page import (
     show_settings,
     use,
 )
+from tests.support.compiler import needs_compiler
 from tests.support.load import load_on
 from tests.support.serving import RunningServer, running_server, wait_until
 
@@ -407,6 +408,31 @@ def test_live_figures_change_under_load(page: Page, demo: RunningServer) -> None
     page.wait("document.querySelector('#batch .value').textContent === '0'")
 
 
+@needs_compiler
+def test_the_live_view_shows_drafts_by_their_source(page: Page, demo: RunningServer) -> None:
+    for number in range(1, 4):
+        send(page, "Tell me a story about a fox.")
+        finished(page, number)
+    page.wait(
+        "/^\\w+: \\d+ of \\d+ accepted, [\\d.]+ tokens a step$/m"
+        ".test(document.querySelector('#drafts .legend').innerText)"
+    )
+    tokens, accepted = page.text("#drafts .values").split("tokens a step")
+    assert float(tokens) >= 1
+    assert re.fullmatch(r"\s*[\d.]+ %\s*accepted\s*", accepted)
+    screenshot(page, "drafts")
+
+
+def test_a_server_whose_steps_take_no_drafts_shows_none(
+    slow: RunningServer, new_page: NewPage
+) -> None:
+    page = opened(new_page(), slow.url)
+    page.wait("document.querySelector('#live-note').textContent.startsWith('Every second')")
+    with load_on(slow.url):
+        page.wait("+document.querySelector('#tokens .value').textContent > 0")
+    assert not page.js("document.querySelector('#drafts').checkVisibility()")
+
+
 def test_the_live_view_resets_when_the_server_restarts(new_page: NewPage) -> None:
     flags = ("--scripted", "--max-model-len", "60000", "--scripted-step-ms", "20")
     moves = "+document.querySelector('#tokens .value').textContent > 0"
@@ -432,7 +458,8 @@ def test_the_live_view_resets_when_the_server_restarts(new_page: NewPage) -> Non
 
 def test_each_live_figure_is_explained_on_focus(page: Page) -> None:
     cards = page.js("[...document.querySelectorAll('.card')].map((card) => card.id)")
-    assert {"tokens", "ttft", "tpot", "batch", "kv", "mbu", "mfu", "roof"} <= set(cards)
+    expected = {"tokens", "ttft", "tpot", "batch", "kv", "mbu", "mfu", "drafts", "roof"}
+    assert expected <= set(cards)
     for card in cards:
         tip = page.js(
             f"document.getElementById(document.querySelector('#{card}')"

@@ -5,7 +5,7 @@ import { request } from "../api.js";
 import { canvas, drawBar, drawLines, drawRoof, short } from "./chart.js";
 import { byId, make } from "../dom.js";
 import { keep as keepChoice, recall } from "../preferences.js";
-import { CLASSES, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate, stepTimes } from "./metrics.js";
+import { CLASSES, draftsOf, isRestart, perSecond, quantile, readingOf, roofPoints, stepRate, stepTimes } from "./metrics.js";
 
 const PERIOD_MS = 1000;
 const WINDOW_MS = 300_000;
@@ -73,7 +73,7 @@ let views = [];
 // onReachable(isReachable): called when the server becomes unreachable or reachable. Returns `resume`,
 // to be called with a new key: after a 401 the view stops reading.
 export function startLive({ onReachable }) {
-  views = [...CARDS.map(lineCard), ...USES.map(useCard), roofCard()];
+  views = [...CARDS.map(lineCard), ...USES.map(useCard), draftsCard(), roofCard()];
   byId("cards").append(...views.map((view) => view.element));
   startFolding();
   let isLocked = false;
@@ -171,6 +171,34 @@ function useCard(use) {
     drawLines(svg, [kept], { nowMs: now.atMs, windowMs: windowMs(), mark: source ? 1 : undefined });
   };
   return { element, show };
+}
+
+// Hidden where the server's steps take no drafts.
+function draftsCard() {
+  const names = ["tokens a step", "accepted"];
+  const values = names.map((_, i) => make("strong", { class: `value value-${i}` }, "–"));
+  const row = make("p", { class: "values" }, ...names.map((name, i) => make("span", {}, values[i], make("small", {}, name))));
+  const list = make("ul", { class: "legend" });
+  const tip = "Tokens that may come next, from a small model, a grammar or what was said before, which a step verifies beside the last token: how many tokens a step with drafts gave a sequence, and how many drafts were accepted, in the last five minutes.";
+  const element = cardElement({ id: "drafts", name: "Drafts", tip }, row, list);
+  element.hidden = true;
+  const show = (now, back) => {
+    const sources = draftsOf(back(WINDOW_MS), now);
+    element.hidden = !Object.keys(now.proposed).length;
+    const figures = sources.length ? figuresOf(total(sources)) : ["–", "–"];
+    values.forEach((value, i) => { value.textContent = figures[i]; });
+    list.replaceChildren(...sources.map((each) => make("li", {}, `${each.source}: ${whole(each.accepted)} of ${whole(each.proposed)} accepted, ${figuresOf(each)[0]} tokens a step`)));
+  };
+  return { element, show };
+}
+
+function total(sources) {
+  const sum = (name) => sources.reduce((before, each) => before + each[name], 0);
+  return { rows: sum("rows"), proposed: sum("proposed"), accepted: sum("accepted") };
+}
+
+function figuresOf({ rows, proposed, accepted }) {
+  return [(1 + accepted / rows).toFixed(1), percent(accepted / proposed)];
 }
 
 function roofCard() {

@@ -27,7 +27,8 @@ export function readingOf(text, atMs) {
   const byPeak = (name) => Object.fromEntries(
     all(name).filter(({ labels }) => (labels.class ?? "all") === "all").map(({ labels, value }) => [labels.peak, value]),
   );
-  const ofClass = (name) => Object.fromEntries(all(name).map(({ labels, value }) => [labels.class, value]));
+  const by = (label, name) => Object.fromEntries(all(name).map(({ labels, value }) => [labels[label], value]));
+  const ofClass = (name) => by("class", name);
   const buckets = (name) => all(`${name}_bucket`).map(({ labels, value }) => [Number(labels.le.replace("+Inf", "Infinity")), value]);
   return {
     atMs,
@@ -53,6 +54,9 @@ export function readingOf(text, atMs) {
     predictedSteps: total("predicted_steps_total"),
     predictedSeconds: total("step_predicted_seconds_total"),
     measuredSeconds: total("step_measured_seconds_total"),
+    draftedRows: by("source", "spec_decode_drafts_total"),
+    proposed: by("source", "spec_decode_draft_tokens_total"),
+    accepted: by("source", "spec_decode_accepted_tokens_total"),
   };
 }
 
@@ -104,4 +108,13 @@ export function roofPoints(before, now) {
     if (bytes > 0 && flops > 0 && seconds > 0) points.push({ name, intensity: flops / bytes, rate: flops / seconds });
   }
   return points;
+}
+
+// What drafts did between two readings, by their source, the most useful first: [{source, rows, proposed, accepted}].
+export function draftsOf(before, now) {
+  const increase = (name, source) => now[name][source] - (before[name][source] ?? 0);
+  return Object.keys(now.proposed).map((source) => {
+    const [rows, proposed, accepted] = ["draftedRows", "proposed", "accepted"].map((name) => increase(name, source));
+    return { source, rows, proposed, accepted };
+  }).filter(({ rows }) => rows > 0).sort((one, other) => other.accepted - one.accepted);
 }
