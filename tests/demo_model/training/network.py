@@ -111,7 +111,7 @@ class Network(nn.Module):
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
-        self._config = config
+        self.config = config
         self.model = Decoder(config)
         # GPT-2's initialisation: additions to the residual stream start small, so that its variance
         # does not grow with depth.
@@ -121,10 +121,12 @@ class Network(nn.Module):
                 is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(parameter, std=residual_std if is_residual else 0.02)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: (rows, length) int64. Returns (rows, length, vocab) in the autocast dtype."""
-        cos, sin = rotary_tables(self._config, token_ids.shape[1])
+    def forward(self, token_ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """token_ids: (rows, length) int64. Returns (rows, length, vocab) in the autocast dtype; or
+        (T, vocab) after those tokens alone of which wanted, (rows, length), is true."""
+        cos, sin = rotary_tables(self.config, token_ids.shape[1])
         hidden = self.model(token_ids, cos, sin)
+        hidden = hidden if wanted is None else hidden[wanted]
         return functional.linear(hidden, self.model.embed_tokens.weight)
 
     @property

@@ -1,0 +1,128 @@
+"""The script that distils a draft of a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.engine.models.config import ModelConfig
+from penstock.scheduler.types import SamplingParams
+from tests.demo_model.training import distil
+from tests.demo_model.training.answers import Agreement, Answer, agreement, drawn_by, own_answers
+from tests.demo_model.training.corpus import Document, Message
+from tests.demo_model.training.distil import WAYS, Teacher, divergence
+from tests.support.paths import DEMO_MODEL, STORIES
+
+QUESTIONS = (
+    "Who are you?",
+    "What is continuous batching?",
+    "Explain the paged KV cache in detail.",
+    "What does TTFT mean?",
+    "Why is decoding bound by memory bandwidth?",
+    "Tell me a story about a fox.",
+    "What is 7 + 5?",
+    "List three colors as JSON",
+)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Teacher(DEMO_MODEL).tokenizer
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+    ]
+
+
+def test_steps_are_counted_as_drafts_are_accepted() -> None:
+    """A draft that always says 7, for an answer that is 5 7 7 7 9 7 5."""
+
+    def draft(token_ids: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*token_ids.shape, 64)
+        logits[..., 7] = 9.0
+        return logits
+
+    answer = Answer([1, 2], [5, 7, 7, 7, 9, 7, 5], SamplingParams(max_tokens=9, temperature=0.0))
+    drawn, likeliest = drawn_by(draft, answer)
+    assert drawn.tolist() == likeliest.tolist() == [7] * 7
+    # 5 | 7 7 7 | 9 | 7 5 with two drafts, where the third 7 and the second 5 are the model's own.
+    assert agreement(draft, [answer], 2) == Agreement(4 / 7, 4 / 7, 6 / 3, 7)
+
+
+def test_the_draws_are_those_of_the_engine(prompts: list[list[int]]) -> None:
+    """The model itself, as its own draft, says all but what rounding changes."""
+    teacher = Teacher(DEMO_MODEL)
+    answers = own_answers(DEMO_MODEL, prompts, WAYS["temperature 1"])
+    assert agreement(teacher.logits, answers, 4).share > 0.9
+
+
+def test_the_divergence_is_that_of_torch_and_the_mean_of_all_tokens() -> None:
+    one, other = torch.tensor([[0.0, 0.0, 2.0]]), torch.tensor([[0.0, 1.0, 0.5]])
+    assert divergence(one + 3, one).item() == pytest.approx(0, abs=1e-6)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=one[0]),
+        torch.distributions.Categorical(logits=other[0]),
+    ).item()
+    found = divergence(torch.cat((other, one)), torch.cat((one, one)))
+    assert found.item() == pytest.approx(expected / 2)
+
+
+def test_what_the_model_is_to_say_are_the_assistants_turns_with_their_ends() -> None:
+    teacher = Teacher(DEMO_MODEL)
+    said = ("Hello!", "2 + 2 = 4.")
+    messages = (
+        Message("system", "Be kind."),
+        Message("user", "hi"),
+        Message("assistant", said[0]),
+        Message("user", "What is 2 + 2?"),
+        Message("assistant", said[1]),
+    )
+    ids, is_said = teacher.ids_of(Document(messages=messages))
+    assert len(ids) == len(is_said)
+    chosen = [token_id for token_id, is_one in zip(ids, is_said, strict=True) if is_one]
+    assert teacher.tokenizer.decode(chosen) == "".join(f"{each}<|im_end|>\n" for each in said)
+    assert (
+        teacher.prompt_of(Document(messages=messages))
+        == ids[: len(ids) - is_said[::-1].index(False)]
+    )
+    text_ids, of_text = teacher.ids_of(Document(text="Once upon a time, there was a small fox."))
+    assert of_text == [place >= 8 for place in range(len(text_ids))]
+
+
+def _distilled(folder: Path, *flags: str) -> bytes:
+    sizes = ("--steps", "4", "--tokens-per-step", "512", "--answers", "4", "--held-out", "2")
+    distil.main([*sizes, "--hidden-size", "64", "--out", str(folder), *flags])
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_draft(tmp_path: Path) -> None:
+    first = _distilled(tmp_path / "first")
+    assert _distilled(tmp_path / "again") == first
+    assert _distilled(tmp_path / "other", "--seed", "1") != first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not beside the checkout")
+def test_any_model_can_have_a_draft(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [
+        {"text": f"Once upon a time, there were {number} little cats."} for number in range(25)
+    ]
+    text.write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--model", str(STORIES), "--text", str(text), "--layers", "2")
+    assert _distilled(tmp_path / "draft", *flags)
+    config = ModelConfig.from_dir(tmp_path / "draft")
+    assert config.vocab_size == ModelConfig.from_dir(STORIES).vocab_size
+    assert len(config.layers) == 2
+
+
+def test_a_model_needs_text_to_be_distilled_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        distil.main(["--model", str(tmp_path)])
+    assert "--model needs --text" in capsys.readouterr().err
