@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.drafting.proposer import MakeProposer, Proposer, ProposingRow
-from penstock.engine.executors.awaited_ids import AwaitedIds
+from penstock.engine.executors.awaited_ids import AwaitedIds, StepIds
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.memory.tiers.disk_tier import DiskTier
 from penstock.engine.memory.tiers.pool_bytes import StepsInFlight
@@ -119,10 +119,12 @@ class CpuExecutor:
             self.release(request_id)
         return sampled
 
-    def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
+    def follow(self, batch: ScheduledBatch, sampled: Sequence[StepIds]) -> None:
         """This rank's part of a step, where it is not rank 0, which samples. sampled: of the steps
         that rank 0 has completed since the last call, in their order."""
         with torch.inference_mode(), self._pipeline.in_step(batch.step):
+            if self._native is not None and sampled:
+                self._native.accept(sampled[-1].num_accepted)
             for slot, position, token_id in self._awaited.told(sampled):
                 self._tokens[slot, position] = token_id
             self._awaited.assigned(batch)

@@ -2,16 +2,17 @@
 every layer (tensor parallelism), or some of the layers (pipeline parallelism), or both.
 
 Rank 0 is this process. The others have the same executor and get the same batches, as the scheduler
-made them; each keeps its own token and block tables. Rank 0 alone samples, in the last stage. Ids
-come to the others with the next step, unless they pass from GPU to GPU: where there are stages, no
-sequence is in a step before the host knows its last id.
+made them; each keeps its own token and block tables. Rank 0 alone samples, in the last stage. Ids,
+those after accepted drafts too, come to the others with the next step, unless they pass from GPU to
+GPU: where there are stages, no sequence is in a step before the host knows its last id.
 """
 
 import select
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
+from penstock.engine.executors.awaited_ids import StepIds
 from penstock.engine.executors.followers import Followers, Step
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.ranks.group import RankFailed
@@ -47,7 +48,7 @@ class FirstRank(Generic[Own]):
         self.prepare, self.release = executor.prepare, executor.release
         self._last: _LaunchedStep | None = None
         # The ids of the steps since the last message to the other ranks.
-        self._sampled: list[Sequence[int]] = []
+        self._sampled: list[StepIds] = []
 
     def execute(self, batch: ScheduledBatch) -> "_LaunchedStep":
         """Raises RankFailed: then nothing more can be computed."""
@@ -71,7 +72,7 @@ class FirstRank(Generic[Own]):
             sampled = step.own.wait()
         if step is self._last:
             self.followers.is_waiting = False
-        self._sampled.append(sampled.token_ids)
+        self._sampled.append(StepIds.of(sampled))
         return sampled
 
     def close(self) -> None:

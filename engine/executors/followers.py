@@ -24,6 +24,7 @@ import msgspec
 
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.errors import AdapterRefused
+from penstock.engine.executors.awaited_ids import StepIds
 from penstock.engine.process.linux import is_stopped
 from penstock.engine.process.python_path import python_path
 from penstock.engine.ranks.group import RankFailed
@@ -67,7 +68,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     message, in their order."""
 
     batch: ScheduledBatch
-    sampled: Sequence[Sequence[int]]
+    sampled: Sequence[StepIds]
 
 
 # Of an adapter each rank reads its part, one after another, so the commands have no numbers.

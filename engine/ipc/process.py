@@ -161,7 +161,8 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
         if config.speculative is None:
             return None
         raise InvalidConfig(
-            "--speculative-config needs one process on a CPU and the compiled step; leave it out"
+            "--speculative-config needs the compiled step of a CPU, and no stages where a model "
+            "has recurrent layers; leave it out"
         )
     sources: list[Source] = [Prediction(), OwnText()]
     if wanted.method is not DraftMethod.NGRAM:

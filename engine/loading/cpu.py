@@ -235,8 +235,10 @@ class CpuLoading(DecoderLoading):
         return self.described(
             size,
             computed_by=computed_by,
-            # Torch's operators round by the number of rows.
-            takes_drafts=native is not None and not is_shared,
+            # Torch's operators round by the number of rows, and states go on over what is accepted
+            # before the next step, which a stage may have computed by then.
+            takes_drafts=native is not None
+            and not (place.layout.num_stages > 1 and any(self.whole.recurrent)),
             **rates,
         )
 

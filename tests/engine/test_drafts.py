@@ -24,12 +24,12 @@ from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
 from penstock.scheduler.types import Request, SamplingParams
 from tests.support.adapters import save_adapter
 from tests.support.compiler import needs_compiler
-from tests.support.drafting import EveryDraft, Oracle
+from tests.support.drafting import EveryDraft
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
-from tests.support.ways import WAYS, Answers, answers_of, requests_of
+from tests.support.ways import WAYS, Answers, answers_of, oracle_of, requests_of
 
 pytestmark = [
     needs_compiler,
@@ -50,21 +50,13 @@ def _engine(**options: Any) -> SteppedEngine:
     return SteppedEngine(config, **options)
 
 
-def _oracle(requests: list[Request], answers: Answers, share: float) -> Oracle:
-    oracle = Oracle(share)
-    for request in requests:
-        prompt = request.prompt_token_ids
-        oracle.learn(request, [answers[prompt, index][0] for index in range(request.n)])
-    return oracle
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_an_oracles_drafts_change_nothing(way: str, share: float) -> None:
     requests = requests_of(WAYS[way], n=2)
     plain = _engine()
     expected = answers_of(requests, plain.run(requests))
-    oracle = _oracle(requests, expected, share)
+    oracle = oracle_of(requests, expected, share)
     drafter = EveryDraft([oracle], most=7)
     drafted = _engine(drafter=drafter)
     assert answers_of(requests, drafted.run(requests)) == expected
@@ -92,7 +84,7 @@ def test_what_was_said_before_changes_nothing_either(way: str) -> None:
 def test_nor_do_they_where_blocks_are_short_and_sequences_preempted() -> None:
     requests = requests_of(WAYS["drawn"])
     expected = answers_of(requests, _engine().run(requests))
-    oracle = _oracle(requests, expected, 0.7)
+    oracle = oracle_of(requests, expected, 0.7)
     drafted = _engine(drafter=EveryDraft([oracle], most=7), num_blocks=9)
     assert answers_of(requests, drafted.run(requests)) == expected
     assert drafted.scheduler.stats().preemptions_total
@@ -101,7 +93,7 @@ def test_nor_do_they_where_blocks_are_short_and_sequences_preempted() -> None:
 def test_blocks_of_accepted_drafts_alone_are_found_again() -> None:
     requests = requests_of(WAYS["greedy"])
     expected = answers_of(requests, _engine().run(requests))
-    oracle = _oracle(requests, expected, 0.6)
+    oracle = oracle_of(requests, expected, 0.6)
     drafted = _engine(drafter=EveryDraft([oracle], most=7))
     drafted.run(requests)
     again = [
@@ -165,7 +157,7 @@ def test_families_and_formats_answer_with_drafts_what_they_answer_without(
     ]
     expected = answers_of(requests, SteppedEngine(config).run(requests))
     for share in (0.6, 1.0):
-        drafter = EveryDraft([_oracle(requests, expected, share)], most=6)
+        drafter = EveryDraft([oracle_of(requests, expected, share)], most=6)
         found = answers_of(requests, SteppedEngine(config, drafter=drafter).run(requests))
         assert found == expected
         assert drafter.stats[-1].num_accepted_tokens > 20
@@ -207,7 +199,7 @@ def test_recurrent_states_are_those_of_accepted_drafts_alone(
     requests = _hybrid_requests(way, n=2)
     plain = SteppedEngine(config)
     expected = answers_of(requests, plain.run(requests))
-    oracle = _oracle(requests, expected, share)
+    oracle = oracle_of(requests, expected, share)
     drafter = EveryDraft([oracle], most=7)
     drafted = SteppedEngine(config, drafter=drafter)
     assert answers_of(requests, drafted.run(requests)) == expected
@@ -222,7 +214,7 @@ def test_states_are_right_after_a_preemption_amid_drafts(tmp_path: Path) -> None
     config, _ = _tiny(tmp_path, "qwen3_5")
     requests = _hybrid_requests("drawn", n=2)
     expected = answers_of(requests, SteppedEngine(config).run(requests))
-    oracle = _oracle(requests, expected, 0.7)
+    oracle = oracle_of(requests, expected, 0.7)
     for enough in (True, False):
         scheduler = replace(config.scheduler, enable_prefix_caching=enough)
         short = replace(config, scheduler=scheduler)
@@ -236,7 +228,7 @@ def test_the_next_turn_goes_on_from_a_state_after_accepted_drafts(tmp_path: Path
     requests = _hybrid_requests("greedy")[:2]
     plain = SteppedEngine(config)
     expected = answers_of(requests, plain.run(requests))
-    oracle = _oracle(requests, expected, 0.6)
+    oracle = oracle_of(requests, expected, 0.6)
     drafted = SteppedEngine(config, drafter=EveryDraft([oracle], most=7))
     drafted.run(requests)
     again = [
@@ -272,6 +264,6 @@ def test_an_adapters_answers_are_the_same_beside_those_of_the_base_model(tmp_pat
     prompts = [list(range(3, 20)), list(range(4, 30))]
     requests = [replace(make_request("r", prompt), sampling=sampling) for prompt in prompts]
     expected = run(None)
-    drafter = EveryDraft([_oracle(requests, expected, 0.7)], most=5)
+    drafter = EveryDraft([oracle_of(requests, expected, 0.7)], most=5)
     assert run(drafter) == expected
     assert drafter.stats[-1].num_accepted_tokens > 10

@@ -1,14 +1,21 @@
 """Several steps in flight in a pipeline: who is in which step."""
 
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.types import ScheduledBatch
+from tests.support.drafting import EveryDraft, Oracle
 from tests.support.scheduling import Driver, make_request, tokens_alone
 
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=128)
 
 
-def driver_of(num_cohorts: int, config: SchedulerConfig = CONFIG, num_blocks: int = 128) -> Driver:
-    return Driver(num_blocks=num_blocks, num_cohorts=num_cohorts, config=config)
+def driver_of(
+    num_cohorts: int,
+    config: SchedulerConfig = CONFIG,
+    num_blocks: int = 128,
+    drafter: Drafter | None = None,
+) -> Driver:
+    return Driver(num_blocks=num_blocks, num_cohorts=num_cohorts, config=config, drafter=drafter)
 
 
 def decodes(batches: list[ScheduledBatch]) -> list[list[int]]:
@@ -86,6 +93,32 @@ def test_answers_are_those_of_each_request_alone_whatever_is_preempted() -> None
         for request in requests:
             alone = tokens_alone(request)
             assert driver.tokens[request.id, 0] == alone[request.id, 0]
+
+
+def test_nor_do_drafts_change_them_that_are_verified_while_their_sequence_is_preempted() -> None:
+    config = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=16)
+    requests = [
+        make_request(str(number), 9 + 5 * number, max_tokens=30, temperature=1.0, seed=number)
+        for number in range(6)
+    ]
+    alone = {request.id: tokens_alone(request)[request.id, 0] for request in requests}
+    for num_cohorts in (2, 3):
+        oracle = Oracle(0.9)
+        for request in requests:
+            oracle.learn(request, [alone[request.id]])
+        drafter = EveryDraft([oracle], most=5)
+        driver = driver_of(num_cohorts, config, num_blocks=33, drafter=drafter)
+        scheduler = driver.scheduler
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work:
+            driver.step()
+            for (sequence,) in scheduler._requests.values():
+                assert sequence.is_running or not sequence.num_computed
+        assert scheduler.stats().preemptions_total > 0
+        assert drafter.stats[-1].num_accepted_tokens > 30
+        for request in requests:
+            assert driver.tokens[request.id, 0] == alone[request.id]
 
 
 def test_an_abort_in_flight_frees_everything() -> None:

@@ -279,6 +279,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.status is Status.DECODING for sequence in scheduler._decoding)
 
     @invariant()
+    def only_running_sequences_have_computed_tokens(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for sequences in self.driver.scheduler._requests.values():
+            for each in sequences:
+                assert each.status is not Status.WAITING or not each.num_computed
+
+    @invariant()
     def tenants_hold_what_is_theirs(self) -> None:
         if not hasattr(self, "driver"):
             return

@@ -92,6 +92,31 @@ def test_answers_usage_and_logprobs_are_the_same(
         assert found == expected
 
 
+def _counts(server: RunningServer) -> list[float]:
+    """How many rows had drafts, how many drafts there were, and how many were accepted, so far."""
+    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
+    counts = dict.fromkeys(names, 0.0)
+    for line in server.get("/metrics").text.splitlines():
+        name = line.partition("{")[0].removeprefix("penstock_spec_decode_")
+        if name in counts:
+            counts[name] += float(line.rpartition(" ")[2])
+    return list(counts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_so_they_are_with_several_ranks_or_stages(flag: str) -> None:
+    without = ("--speculative-config", '{"num_speculative_tokens": 0}')
+    # Sums over ranks round otherwise than those of one process.
+    plain_flags = (flag, "2") if flag.startswith("--tensor") else ()
+    with ready(_serve(flag, "2"), _serve(*plain_flags, *without)) as (drafted, plain):
+        for name in BODIES:
+            expected = _answer(plain, **BODIES[name])["choices"]
+            for _ in range(2):
+                assert _answer(drafted, **BODIES[name])["choices"] == expected
+        assert _counts(drafted)[2] > 20 and not any(_counts(plain))
+
+
 def test_drafts_are_counted_by_source_and_under_vllms_names() -> None:
     with ready(_serve("--metrics-alias", "vllm")) as (server,):
         for _ in range(2):
@@ -259,8 +284,8 @@ def test_a_prediction_that_is_none_is_refused(
             "needs one process",
         ),
         (
-            ("--speculative-config", '{"method": "ngram"}', "--tensor-parallel-size", "2"),
-            "--speculative-config needs one process",
+            ("--speculative-config", '{"method": "ngram"}', "--kv-cache-dtype", "fp8"),
+            "--speculative-config needs the compiled step of a CPU",
         ),
     ],
 )

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
+from penstock.engine.executors.awaited_ids import StepIds
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
 from penstock.engine.executors.cuda.host_ids import HostIds
@@ -279,7 +280,7 @@ class Rehearsal:
         self._follows = ranks.rank > 0
         self._has_output_layer = ranks.pipeline.after is None
         self._launched: deque[tuple[PendingTokens, ScheduledBatch]] = deque()
-        self._sampled: list[list[int]] = []
+        self._sampled: list[StepIds] = []
         self._num_requests = 0
 
     def add(
@@ -335,7 +336,7 @@ class Rehearsal:
             prompts = (PromptOutput(None, None),) * len(planned.with_prompt_output)
             token_ids = [self.gpu.answer] * sum(batch.samples)
             sampled = sampled._replace(token_ids=token_ids, prompts=prompts)
-        self._sampled.append(list(sampled.token_ids))
+        self._sampled.append(StepIds.of(sampled))
         self.scheduler.update(sampled)
 
     def give_all_tokens_an_adapter(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from penstock.scheduler.types import Request, RequestOutput, SamplingParams, TokenLogprobs
+from tests.support.drafting import Oracle
 from tests.support.scheduling import make_request
 from tests.support.stepping import ids_of
 
@@ -49,3 +50,11 @@ def answers_of(requests: list[Request], outputs: list[list[RequestOutput]]) -> A
             reason = finish.reason, finish.stop_token_id
             found[request.prompt_token_ids, index] = ids_of(own), logprobs, reason
     return found
+
+
+def oracle_of(requests: list[Request], answers: Answers, share: float) -> Oracle:
+    oracle = Oracle(share)
+    for request in requests:
+        prompt = request.prompt_token_ids
+        oracle.learn(request, [answers[prompt, index][0] for index in range(request.n)])
+    return oracle

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.executors.awaited_ids import AwaitedIds
+from penstock.engine.executors.awaited_ids import AwaitedIds, StepIds
 from penstock.engine.executors.cuda.block_tier import GpuOffload
 from penstock.engine.executors.cuda.chunk_steps import ChunkSteps
 from penstock.engine.executors.cuda.decode_steps import DecodeSteps
@@ -134,7 +134,7 @@ class CudaExecutor:
         self.adapters.release(request_id)
 
     @torch.inference_mode()
-    def follow(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> LaunchedStep:
+    def follow(self, batch: ScheduledBatch, sampled: Sequence[StepIds]) -> LaunchedStep:
         """This rank's part of a step, where it is not rank 0. sampled: where there are several
         stages, the ids of the steps that rank 0 has completed since the last call, in order."""
         if not self._has_stages or not self._pipeline.is_first:

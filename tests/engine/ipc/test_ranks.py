@@ -5,11 +5,13 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import httpx
 import pytest
 
+from penstock.engine.config import SpeculativeConfig
 from penstock.engine.errors import EngineFailed
 from penstock.engine.ipc.client import EngineClient
 from penstock.engine.ipc.supervisor import EndCause, EngineState
@@ -46,6 +48,28 @@ async def test_a_rank_that_is_killed_is_replaced_and_streams_go_on() -> None:
         assert ended_s[0] - killed_s < 20  # some ms, unless the machine is busy
         assert client.restarts == {EndCause.KILLED: 1}
         await until_ended(engine, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+async def test_so_do_streams_whose_tokens_are_drafted(sizes: tuple[int, int]) -> None:
+    tensor_size, num_stages = sizes
+    requests = [replace(each, prompt_token_ids=(5, 6, 7, 8, 9) * 8) for each in REQUESTS]
+    none = SpeculativeConfig(num_speculative_tokens=0)
+    async with started(tensor_parallel_size=tensor_size, speculative=none) as client:
+        plain = [await ids_of(client, request) for request in requests]
+    async with started(
+        tensor_parallel_size=tensor_size, pipeline_parallel_size=num_stages
+    ) as client:
+        assert [await ids_of(client, request) for request in requests] == plain
+        asking = asyncio.gather(*(ids_of(client, request) for request in requests))
+        await asyncio.sleep(0.1)
+        os.kill(rank_of(client), signal.SIGKILL)
+        assert await asking == plain
+        assert client.restarts == {EndCause.KILLED: 1}
+        assert client.last_report is not None
+        drafts = client.last_report.stats.drafts
+        assert sum(each.num_accepted_tokens for each in drafts) > 20
 
 
 async def test_the_end_of_a_rank_is_one_sentence_even_while_nothing_runs() -> None:
