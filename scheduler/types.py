@@ -91,6 +91,7 @@ class Request:
     of a LoRA adapter, None for the base model.
     Requests share cached prefixes only under an equal cache_salt and an equal adapter.
     prediction: what the answer may be, in ids, or part of it: drafts are looked up there too.
+    max_drafts: of a row of a step; None for as many as the engine may have.
     resumed: of a request that an earlier engine began, the answers that have not ended, by index;
     None where all n start here.
     """
@@ -108,6 +109,7 @@ class Request:
     pooling: Pooling | None = None
     adapter: str | None = None
     prediction: tuple[int, ...] = ()
+    max_drafts: int | None = None
     resumed: tuple[ResumedAnswer, ...] | None = None
 
 

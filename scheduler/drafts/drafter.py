@@ -92,7 +92,7 @@ class Drafter:
         most_expected, rows = rates.expected(self._most), []
         for sequence in sequences:
             # After this step's token; and the step that verifies them has a token more than drafts.
-            limit = min(sequence.max_length - len(sequence.token_ids) - 2, self._most)
+            limit = min(sequence.max_length - len(sequence.token_ids) - 2, self._most_of(sequence))
             verified = self._verified.get(sequence)
             if verified and verified[-1].rates.expected(self._most) > most_expected:
                 limit = 0  # its drafts are from a better source, which may well go on
@@ -110,7 +110,9 @@ class Drafter:
         """The drafts of each of a step's decodes. limits: the most of each. in_flight: the drafts
         of its rows whose results are not known, in the order of steps."""
         offers = [
-            self._best_offer(sequence, min(limit, self._most), in_flight.get(sequence, ()))
+            self._best_offer(
+                sequence, min(limit, self._most_of(sequence)), in_flight.get(sequence, ())
+            )
             for sequence, limit in zip(decodes, limits, strict=True)
         ]
         self._num_since_probe += len(decodes)
@@ -160,6 +162,10 @@ class Drafter:
     @property
     def stats(self) -> tuple[DraftStats, ...]:
         return tuple(self._stats.values())
+
+    def _most_of(self, sequence: Sequence) -> int:
+        of_request = sequence.request.max_drafts
+        return self._most if of_request is None else min(of_request, self._most)
 
     def _best_offer(
         self, sequence: Sequence, most: int, in_flight: Items[Items[int]]

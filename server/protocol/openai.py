@@ -236,6 +236,8 @@ class GenerationFields(PromptFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)  # -1: the most
+    # As the key of --speculative-config, whose number it can lower.
+    num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     # llama.cpp's.
     n_predict: int | None = Field(None, ge=-1)
     timings_per_token: bool | None = None

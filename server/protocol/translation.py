@@ -20,7 +20,8 @@ SHARED_FIELDS = frozenset(
         *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words"),
         *("include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "priority"),
         *("cache_salt", "chat_template", "chat_template_kwargs", "thinking_token_budget"),
-        *("spaces_between_special_tokens", "structured_outputs", *SYNONYMS, *UNUSED),
+        *("spaces_between_special_tokens", "structured_outputs", "num_speculative_tokens"),
+        *(*SYNONYMS, *UNUSED),
     )
 )
 

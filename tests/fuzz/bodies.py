@@ -59,6 +59,7 @@ _SAMPLING = {
     "cache_salt": "s",
     "priority": 0,
     "prompt_logprobs": 1,
+    "num_speculative_tokens": 2,
 }
 _ITEMS = [
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},

@@ -20,6 +20,7 @@ from penstock.scheduler.drafts.sources import (
 )
 from penstock.scheduler.stats import DraftStats, SchedulerStats, plus_counters
 from penstock.scheduler.types import ScheduledBatch
+from tests.support.drafting import EveryDraft
 from tests.support.scheduling import Driver, make_request
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
@@ -162,6 +163,16 @@ def test_where_a_draft_costs_as_much_as_a_row_of_a_full_step_none_is_taken() -> 
     assert not any(drafter.propose(sequences, [8] * 32, 100))
     # And one sequence alone has them.
     assert any(drafter.propose(sequences[:1], [8], 100))
+
+
+def test_a_request_has_as_many_drafts_as_it_allows_beside_others() -> None:
+    drafter = EveryDraft([Said([5] * 8)], 6)
+    driver = Driver(drafter=drafter)
+    for name, most in (("none", 0), ("few", 2), ("more", 40), ("all", None)):
+        driver.scheduler.add(make_request(name, [3, 4, 5], max_tokens=30, max_drafts=most))
+    driver.run()
+    found = {len(batch.drafts) and tuple(map(len, batch.drafts)) for batch in driver.batches[1:9]}
+    assert found == {(0, 2, 6, 6)}
 
 
 def test_a_step_has_no_more_drafts_than_tokens_are_left() -> None:

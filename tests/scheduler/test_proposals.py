@@ -82,6 +82,14 @@ def test_cheap_proposals_that_are_right_are_wanted_up_to_the_most() -> None:
     assert _wanted(_drafter(), 6, 0.05 * STEP_S, 60)[-1] == 6
 
 
+@pytest.mark.parametrize("most", [0, 2])
+def test_no_more_are_wanted_than_the_request_allows(most: int) -> None:
+    request = make_request("a", 20, max_tokens=100_000, max_drafts=most)
+    sequence = Sequence(request, 0, 0, 100_000)
+    sequence.admit(0, 0, 0.0)
+    assert max(_wanted(_drafter(), 6, 0.05 * STEP_S, 400, sequence)) == most
+
+
 def test_of_those_that_are_right_for_a_while_as_many_are_wanted_as_are_worth_it() -> None:
     assert 2 <= _wanted(_drafter(), 2, 0.05 * STEP_S, 200)[-1] <= 3
 

@@ -249,6 +249,40 @@ def test_blocks_of_a_tier_that_were_written_with_drafts_serve_without_and_the_re
         assert num_hits > 100
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": CODE * 4, "max_tokens": 48},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": CODE * 4}]},
+    "/v1/responses": {"input": CODE * 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": CODE * 4}], "max_tokens": 48},
+    "/completion": {"prompt": CODE * 4, "n_predict": 48},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_request_lowers_the_number_of_its_drafts(
+    servers: tuple[RunningServer, ...], path: str
+) -> None:
+    drafted, _ = servers
+    fields = {"temperature": 0} | ASKED[path]
+
+    def ask(**more: int) -> tuple[float, float]:
+        """How many rows had drafts, and how many drafts there were."""
+        before = _counts(drafted)
+        response = drafted.post(path, fields | more)
+        assert response.status_code == 200, response.text
+        rows, drafts, _ = (b - a for a, b in zip(before, _counts(drafted), strict=True))
+        return rows, drafts
+
+    ask()  # what it says is a source of the drafts of those that follow
+    rows, drafts = ask()
+    assert drafts > rows > 0
+    assert ask(num_speculative_tokens=0) == (0, 0)
+    rows, drafts = ask(num_speculative_tokens=1)
+    assert drafts == rows > 0
+    rows, drafts = ask(num_speculative_tokens=1000)
+    assert rows < drafts <= 8 * rows
+
+
 @pytest.mark.parametrize(
     ("prediction", "param"),
     [

@@ -52,6 +52,8 @@ BAD_FIELDS = [
     ({"min_p": 2}, "min_p"),
     ({"top_k": -2}, "top_k"),
     ({"priority": 2**40}, "priority"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ({"num_speculative_tokens": "4"}, "num_speculative_tokens"),
     ({"priority": -(10**400)}, "priority"),
     ({"priority": 1.5}, "priority"),
     ({"priority": "1_000"}, "priority"),

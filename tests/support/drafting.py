@@ -108,8 +108,8 @@ class EveryDraft(Drafter):
     def want(self, sequences):  # type: ignore[no-untyped-def]
         if self._proposals is None:
             return ()
-        limits = (each.max_length - len(each.token_ids) - 2 for each in sequences)
-        return tuple(max(0, min(limit, self._most)) for limit in limits)
+        limits = ((each.max_length - len(each.token_ids) - 2, each) for each in sequences)
+        return tuple(max(0, min(limit, self._most_of(each))) for limit, each in limits)
 
     def _worth_while(self, decodes, offers, most):  # type: ignore[no-untyped-def]
         nums = []

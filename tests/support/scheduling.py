@@ -49,6 +49,7 @@ def make_request(
     num_logprobs: int | None = None,
     pooling: Pooling | None = None,
     adapter: str | None = None,
+    max_drafts: int | None = None,
 ) -> Request:
     """A request whose prompt is given, or as many made-up ids as the number says."""
     ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -73,6 +74,7 @@ def make_request(
         cache_salt=cache_salt,
         pooling=pooling,
         adapter=adapter,
+        max_drafts=max_drafts,
     )
 
 

@@ -315,6 +315,7 @@ HARMLESS: dict[str, Any] = {
     "documents": [{"title": "t", "text": "x"}],  # for templates of other models
     "vllm_xargs": {"a": 1},  # for plugins of vLLM
     "priority": 1,  # under first come, first served
+    "num_speculative_tokens": 0,
 }
 HARMLESS_HERE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {},
