@@ -43,19 +43,25 @@ class DraftsByChance:
         """acceptance: of a draft at each position, if those before it are right; the last is that
         of all after it. found: the share of looks that find any. most: drafts that one finds."""
         self._found, self._random = found, Random(f"{seed}/drafts")
-        rates = [*acceptance, *acceptance[-1:] * most][:most]
+        length = 3 * most  # those in flight, too
+        rates = [*acceptance, *acceptance[-1:] * length][:length]
         # That fewer than 1, 2, ... are right.
         self._fewer = [1 - chance for chance in accumulate(rates, mul)]
-        self._texts = [[TOKEN_ID] * n + [_OTHER_ID] * (most - n) for n in range(most + 1)]
+        self._texts = [[TOKEN_ID] * n + [_OTHER_ID] * (length - n) for n in range(length + 1)]
+        self._wrong_at: dict[Sequence, int] = {}  # the place of the first that is
 
     def find(self, sequence: Sequence) -> Found | None:
         if self._found < 1.0 and self._random.random() >= self._found:
             return None
-        num_right = bisect_right(self._fewer, self._random.random())
-        return Found(self._texts[num_right], 0, MOST_MATCH)
+        length = len(sequence.token_ids)
+        wrong_at = self._wrong_at.get(sequence, -1)
+        if not sequence.num_unresolved or wrong_at < length:  # else drafts of it are in flight
+            wrong_at = length + bisect_right(self._fewer, self._random.random())
+            self._wrong_at[sequence] = wrong_at
+        return Found(self._texts[wrong_at - length], 0, MOST_MATCH)
 
     def end(self, sequence: Sequence) -> None:
-        pass
+        self._wrong_at.pop(sequence, None)
 
 
 class VirtualClock:

@@ -103,10 +103,9 @@ def _assumed_drafts(
         require(0 <= share <= 1, "--acceptance", share, "from 0 to 1")
     if not any(acceptance):
         return None
-    if not info.takes_drafts or info.runs_ahead:
+    if not info.takes_drafts:
         raise InvalidConfig(
-            "--acceptance is for a --calibration of a server whose steps have drafts: one process "
-            "on a CPU, the compiled step, and a model without recurrent layers"
+            "--acceptance is for a --calibration of a server whose steps have drafts"
         )
     return DraftsAssumed(tuple(acceptance), measured.found if measured else 1.0)
 

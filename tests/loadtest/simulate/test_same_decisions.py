@@ -189,7 +189,8 @@ def decisions(batch: ScheduledBatch) -> tuple[object, ...]:
         for each in batch.assignments
     )
     rows = (batch.slots, batch.starts, batch.num_tokens, batch.samples, batch.num_decodes)
-    return (batch.step, assignments, batch.table_updates, batch.copies, *rows, batch.drafts)
+    drafts = batch.drafts, batch.num_unresolved
+    return (batch.step, assignments, batch.table_updates, batch.copies, *rows, *drafts)
 
 
 @st.composite
@@ -238,8 +239,6 @@ def test_every_step_of_a_simulation_is_the_one_that_would_have_been_served(
     caches: bool,
     drafts: DraftsAssumed | None,
 ) -> None:
-    if device != "waits":
-        drafts = None
     num_stages = {"two stages": 2, "three stages": 3}.get(device, 1)
     info = make_info(num_blocks, runs_ahead=device == "runs ahead", num_stages=num_stages)
     config = SchedulerConfig(
