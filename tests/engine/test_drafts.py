@@ -16,11 +16,15 @@ from penstock.engine.config import (
     KVCacheDtype,
     LoraConfig,
     Quantization,
+    SpeculativeConfig,
 )
 from penstock.engine.executors.cpu import CpuExecutor
+from penstock.engine.ipc.process import _drafter
 from penstock.scheduler.cache.state_cache import StateCache
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.drafts.sources import FinishedAnswers, OwnText
+from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import Request, SamplingParams
 from tests.support.adapters import save_adapter
 from tests.support.compiler import needs_compiler
@@ -267,3 +271,18 @@ def test_an_adapters_answers_are_the_same_beside_those_of_the_base_model(tmp_pat
     drafter = EveryDraft([oracle_of(requests, expected, 0.7)], most=5)
     assert run(drafter) == expected
     assert drafter.stats[-1].num_accepted_tokens > 10
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+def test_where_torch_computes_a_model_it_takes_none_since_bits_depend_on_the_number_of_rows(
+    dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
+    config = engine_config(save(make_model("qwen3"), tmp_path), dtype=dtype)
+    info = SteppedEngine(config).executor.info
+    assert (info.computed_by or "").startswith("torch") and not info.takes_drafts
+    wanted = replace(config, speculative=SpeculativeConfig())
+    step_model = LiveStepModel(info)
+    assert _drafter(config, info, step_model) is None
+    with pytest.raises(InvalidConfig, match="--speculative-config needs the compiled step"):
+        _drafter(wanted, info, step_model)
