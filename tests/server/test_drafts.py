@@ -220,7 +220,9 @@ def test_an_answer_goes_on_at_another_server_with_drafts_and_without(
     wholes = [events_of(server.post(COMPLETIONS, body).text) for server in servers]
     expected = list(joined(wholes[1]))
     for whole, other in zip(wholes, reversed(servers), strict=True):
-        begun = whole[: len(whole) // 2]
+        # On a busy machine an event has many tokens: perhaps all of them.
+        end = next(i for i, e in enumerate(whole) for c in e["choices"] if c["finish_reason"])
+        begun = whole[: (end + 1) // 2]
         answers = answers_in(begun, body.get("n", 1))
         handed = {"path": COMPLETIONS, "body": body, "answers": answers}
         reply = resume(other, handed)
