@@ -137,7 +137,7 @@ class Drafter:
             return  # it has ended meanwhile
         drafted = self._verified[sequence].popleft()
         supposed, known = drafted.supposed, sequence.token_ids[drafted.length :]
-        num_tried, num_right = len(supposed), _num_equal(supposed, known)
+        num_tried, num_right = len(supposed), _num_equal(supposed, known) if supposed else 0
         if supposed == known:
             num_tried, num_right = num_tried + drafted.num_drafts, num_right + num_accepted
         drafted.rates.observe(num_tried, num_right)
@@ -173,7 +173,9 @@ class Drafter:
         if most < 1:
             return None
         best, most_expected = None, 0.0
-        reach = most + sum([1 + len(drafts) for drafts in in_flight])
+        reach = most
+        if in_flight:
+            reach += sum([1 + len(drafts) for drafts in in_flight])
         for source in self._sources:
             found = source.find(sequence)
             if found is None:
@@ -252,7 +254,8 @@ def _expected(rates: Rates, num_supposed: int, num_drafts: int) -> float:
     """Accepted drafts, after ids that are right if the source is."""
     if num_drafts < 1:
         return 0.0
-    return rates.expected(num_supposed + num_drafts) - rates.expected(num_supposed)
+    before = rates.expected(num_supposed) if num_supposed else 0.0
+    return rates.expected(num_supposed + num_drafts) - before
 
 
 def _following(found: Found, sequence: Sequence, most: int) -> list[int]:
