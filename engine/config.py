@@ -150,6 +150,7 @@ class DraftMethod(StrEnum):
     NGRAM = "ngram"  # in the prompt, and in the answer so far
     SUFFIX = "suffix"  # and in answers that have ended, of the same tenant
     DRAFT_MODEL = "draft_model"  # and what a smaller model proposes
+    MTP = "mtp"  # and what a head of the checkpoint proposes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +177,12 @@ class SpeculativeConfig:
     @property
     def has_model(self) -> bool:
         return self.model is not None and self.num_speculative_tokens > 0
+
+    @property
+    def may_have_head(self) -> bool:
+        """Whether the head of a checkpoint may propose, where it has one."""
+        may = self.method in (DraftMethod.SUFFIX, DraftMethod.MTP)
+        return may and self.num_speculative_tokens > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.drafting.proposer import Proposals, ProposingRow
+from penstock.engine.drafting.proposer import Proposals, Proposer, ProposingRow
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.native.model import NativeModel
 from penstock.engine.sampling.sampler import INVALID_ID, Sampler
@@ -68,7 +68,7 @@ class _Run:
         return self.end >= self.row.length
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """See `Proposer`. name: as metrics have it."""
 
     name = "model"

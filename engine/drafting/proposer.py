@@ -1,6 +1,6 @@
 """The `Proposer` protocol, between an executor and what proposes drafts in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -32,6 +32,15 @@ class Proposer(Protocol):
     def apply(self, batch: ScheduledBatch) -> None:
         """To be called for every step, with its assignments and updates."""
         ...
+
+    def room(self, batch: ScheduledBatch) -> Tensor | None:
+        """Where the step writes the states of its tokens, (T, hidden_size), after the final norm;
+        None where they are not read. It has been applied."""
+        return None
+
+    def keep(self, batch: ScheduledBatch, num_rejected: Mapping[int, int]) -> None:
+        """The step has written them. num_rejected: by row, of those with drafts that were wrong."""
+        return
 
     def propose(self, rows: list[ProposingRow]) -> Proposals:
         """May write drafts into the token table, after the known tokens of each row."""

@@ -175,6 +175,7 @@ class CpuExecutor:
             adapter_bytes=self.adapters.num_bytes(batch),
         )
         if not slots:
+            self._keep_states(batch, done)
             return done
         lengths = [
             length
@@ -185,6 +186,7 @@ class CpuExecutor:
             done = self._sampled_drafted(batch, done, logits)
         else:
             done = self._sampled(done, logits, slots, lengths)
+        self._keep_states(batch, done)
         if self._proposer is not None and any(batch.wanted_drafts):
             done = self._with_proposals(self._proposer, batch, done, slots, lengths)
         return done
@@ -234,6 +236,14 @@ class CpuExecutor:
         forced = self._forced(row.slot for row in rows)
         return done._replace(**found._asdict(), forced=forced)
 
+    def _keep_states(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
+        if self._proposer is None:
+            return
+        num_rejected = {row: len(drafts) for row, drafts in enumerate(batch.drafts) if drafts}
+        for row, further in sampled.further.items():
+            num_rejected[row] -= len(further.token_ids)
+        self._proposer.keep(batch, num_rejected)
+
     def _with_proposals(
         self,
         proposer: Proposer,
@@ -266,6 +276,8 @@ class CpuExecutor:
         step = self._build_input(batch, self._token_table, self._block_tables, block_size)
         if adapters := self.adapters.runs(batch, step.query_starts):
             step = replace(step, adapters=adapters)
+        if self._proposer is not None and (room := self._proposer.room(batch)) is not None:
+            step = replace(step, all_states=room)
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         if not self._is_follower:
             self._grammars.start(slots)

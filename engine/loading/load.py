@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.engine.config import EngineConfig, GpuWay
+from penstock.engine.config import DraftMethod, EngineConfig, GpuWay, SpeculativeConfig
 from penstock.engine.executors.cpu import CpuExecutor, HostModel
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
@@ -31,7 +31,9 @@ def load(
     """Loads what one rank has of a model; the place of the only one is None. Raises InvalidConfig
     and InvalidModel."""
     loading: Callable[..., Loading]
-    has_draft = config.speculative is not None and config.speculative.has_model
+    wanted = config.speculative or SpeculativeConfig()
+    has_draft, has_head = wanted.has_model, wanted.method is DraftMethod.MTP
+    why = "it needs one process on a CPU, and a model that Penstock computes itself"
     may_have_own = False
     if isinstance(find_implementation(directory, config.model_impl), TransformersClass):
         from penstock.engine.loading.fallback import FallbackLoading
@@ -51,8 +53,16 @@ def load(
         loading, has_draft = DraftedLoading, False
     else:
         from penstock.engine.loading.cpu import CpuLoading
+        from penstock.engine.loading.mtp import MtpLoading, why_no_head
 
         loading, may_have_own = CpuLoading, place is None
+        if place is None and wanted.may_have_head:
+            found = why_no_head(directory, config.load_format)
+            if found is None:
+                loading, has_head = MtpLoading, False
+            why = found or why
+    if has_head:
+        raise InvalidConfig(f"--speculative-config: the method mtp cannot be had: {why}")
     if has_draft:
         raise InvalidConfig(
             "--speculative-config names a draft model, which needs one process on a CPU, and a "

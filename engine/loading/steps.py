@@ -116,6 +116,8 @@ class DecoderLoading(Loading):
     no flag says."""
 
     default_block_size: int
+    has_head = False
+    """Whether the checkpoint's layers that draft are read."""
 
     def __init__(self, config: EngineConfig, directory: Path, *others: Any) -> None:
         check_quantization(config, directory)
@@ -141,7 +143,7 @@ class DecoderLoading(Loading):
         self.kv_type = kv_dtype(config.kv_cache_dtype, dtype)
         has_safetensors = not (config.load_format is LoadFormat.DUMMY or is_gguf(self.directory))
         if has_safetensors and self.place.rank == 0:
-            check_tensors(self.directory, self.whole)
+            check_tensors(self.directory, self.whole, has_head=self.has_head)
         log_text_only(config, model)
         log_widening(model, dtype, kept)
         self.rounding = quantization_plan(config.quantization, model, dtype, plan_kept, self.stage)

@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 # The ends of names of tensors that hold the codes of all experts of a layer.
 _STACKED_CODES = ("blocks", "scales")
+_DRAFTS = "layers that draft the tokens after the next"
 # Patterns of the names of tensors that change no answer.
 _WITHOUT_EFFECT = {
     "tables of rotary positions, which are computed": re.compile(r".*\brotary_emb\.\w+"),
     "masks, which are computed": re.compile(r".*\b(masked_bias|attn\.bias)"),
-    "layers that draft the tokens after the next": re.compile(r"(.*\.)?mtp\w*\..*"),
+    _DRAFTS: re.compile(r"(.*\.)?mtp\w*\..*"),
     "scales of a quantized KV cache": re.compile(r".*\.([kqv]|kv|prob|softmax)_scale"),
 }
 _OUTPUT = "lm_head.weight"
@@ -34,11 +35,13 @@ _ZERO_BIASES = "biases that are zero"
 _MOST_NAMES = 3  # in a message
 
 
-def check_tensors(model_dir: Path, config: ModelConfig) -> None:
-    """Logs the tensors without effect. config: of the whole model. Raises InvalidModel where there
-    are others."""
+def check_tensors(model_dir: Path, config: ModelConfig, *, has_head: bool = False) -> None:
+    """Logs the tensors without effect. config: of the whole model. has_head: whether those of
+    layers that draft are read. Raises InvalidModel where there are others."""
     files = TensorFiles(model_dir)
     others = set(files.names) - {files.place_of(name) for name in _declared(config)}
+    if has_head:
+        others = {name for name in others if not _WITHOUT_EFFECT[_DRAFTS].fullmatch(name)}
     without_effect: dict[str, list[str]] = defaultdict(list)
     unknown: list[str] = []
     for stored in sorted(others - _codes(config, others)):

@@ -34,10 +34,15 @@ class NativeModel:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, model: LlamaModel, pool: LayerPools, threads: int
+        self,
+        library: ctypes.CDLL,
+        model: LlamaModel,
+        pool: LayerPools,
+        threads: int,
+        target: "NativeModel | None" = None,
     ) -> None:
-        """library: see `load_library`. Raises UnsupportedFeature, UnsupportedWeightFormat or
-        WrongProducts, before it packs anything."""
+        """library: see `load_library`. target: the served model, for an `MtpHead`. Raises
+        UnsupportedFeature, UnsupportedWeightFormat or WrongProducts, before it packs anything."""
         config = model.config
         assert model.group is None or isinstance(model.group, SharedMemoryGroup), model.group
         self._library, self._group, self._pipeline = library, model.group, model.pipeline
@@ -49,9 +54,11 @@ class NativeModel:
         check_features(config, self._dtype)
         try_products(library, samples(model), self._dtype)
         packer = Packer(library, self._dtype)
-        self._model, layers = pack_model(packer, model, pool, threads)
+        self._model: Structure
+        shared = None if target is None else target._model
+        self._model, layers = pack_model(packer, model, pool, threads, shared)
         self._rows = [_adapted_rows(layer) for layer in layers]
-        self._pointed_into = (packer, pool)
+        self._pointed_into = (packer, pool, target)
         self._has_states = any(config.recurrent)
         # The last step, where it had drafts and layers with states, and what it points into.
         self._drafted: tuple[object, ...] | None = None
@@ -173,6 +180,8 @@ class NativeModel:
             snapshots=ctypes.addressof(numbers),
             num_snapshots=len(step.snapshots),
             draft_starts=_address(drafts),
+            all_states=_address(step.all_states),
+            merged=_address(step.merged),
             input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),

@@ -11,6 +11,7 @@ from penstock.engine.memory.pool.kv_codes import Codes, KVPages
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
+from penstock.engine.models.decoder.mtp import MtpHead
 from penstock.engine.models.layers.linear import Linear, PlainLinear
 from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
@@ -24,21 +25,28 @@ def samples(model: LlamaModel) -> list[Packable]:
     """Returns a layer of each format. Raises UnsupportedWeightFormat for one that no `Packer`
     packs."""
     found: dict[str, Packable] = {}
-    for linear in (
-        model.lm_head,
-        *(each for part in model.parts for each in part.linears.values()),
-    ):
+    ends = (model.fc,) if isinstance(model, MtpHead) else (model.lm_head,)
+    for linear in (*ends, *(each for part in model.parts for each in part.linears.values())):
         for layer in stored(linear):
             found.setdefault(layer.weight_format, layer)
     return list(found.values())
 
 
 def pack_model(
-    packer: Packer, model: LlamaModel, pool: LayerPools, threads: int
+    packer: Packer,
+    model: LlamaModel,
+    pool: LayerPools,
+    threads: int,
+    target: Structure | None = None,
 ) -> tuple[Structure, list[Structure]]:
-    """Returns the `Model`, and its layers, whose formats `samples` has checked."""
+    """Returns the `Model`, and its layers, whose formats `samples` has checked. target: that of the
+    served model, for a head that drafts for it."""
     config = model.config
-    embedding, head = _pack_ends(packer, model)
+    if target is None:
+        embedding, head = _pack_ends(packer, model)
+    else:
+        embedding = target.embedding
+        head = packer.filled("Head", model, config.head, linear=target.head.linear)
     attention, inputs = _AttentionPacker(packer, model, pool), model.per_layer_inputs
     with ThreadPoolExecutor(threads) as workers:
         pack = partial(_pack_layer, packer, attention)
@@ -67,6 +75,7 @@ def pack_model(
         head=head,
         experts=packer.filled("Experts", config.experts, swiglu_alpha=alpha, swiglu_limit=limit),
         inputs=packer.filled("PerLayerInputs", *sources),
+        merge=packer.filled("Merge", *([model] if isinstance(model, MtpHead) else ())),
         ranks=_ranks(model),
     )
     return packed, layers

@@ -39,6 +39,8 @@ class ModelInput:
     num_drafts: of the first sequences, how many of their last tokens are drafts.
     snapshots: as of `ScheduledBatch`; in the group of recurrent states, the first entry of a
     sequence's block table is its state, and its kv_slots mean nothing.
+    all_states: (T, hidden_size), where the states of all tokens are written, after the final norm,
+    if given. merged: (T, hidden_size), the states that a head that drafts reads.
     """
 
     token_ids: Tensor
@@ -52,6 +54,8 @@ class ModelInput:
     adapters: tuple[AdapterRun, ...] = ()
     snapshots: tuple[StateSnapshot, ...] = ()
     num_drafts: tuple[int, ...] = ()
+    all_states: Tensor | None = None
+    merged: Tensor | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         names = ("token_ids", "positions", "kv_slots", "block_tables", "sample_rows")

@@ -108,8 +108,8 @@ def speculative_config(text: str) -> SpeculativeConfig:
         return SpeculativeConfig(**values)
     except (argparse.ArgumentTypeError, InvalidConfig) as error:
         hint = (
-            "method is ngram, suffix or draft_model, with a model that proposes and perhaps its "
-            "quantization, and num_speculative_tokens 0 to 64; there is no other key"
+            "method is ngram, suffix, mtp or draft_model, with a model that proposes and perhaps "
+            "its quantization, and num_speculative_tokens 0 to 64; there is no other key"
         )
         raise argparse.ArgumentTypeError(f"{error}; {hint}") from None
 

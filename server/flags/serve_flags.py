@@ -323,8 +323,9 @@ GROUPS = {
             '{"method": "ngram", "num_speculative_tokens": 8} looks them up in the prompt and the '
             "answer so far, suffix in finished answers of the same API key too; "
             '{"model": "Qwen/Qwen3-0.6B"} has a smaller model with the same tokenizer propose some '
-            "as well; 0 tokens for none. "
-            "Answers are the same to the last bit (default: suffix, 8)",
+            "as well, and mtp the head of a checkpoint of Qwen3.5, 3.6 or 3.8; 0 tokens for none. "
+            "Answers are the same to the last bit (default: mtp where there is such a head, else "
+            "suffix; 8)",
             field="speculative",
             parse=speculative_config,
         ),

@@ -310,7 +310,7 @@ def test_a_prediction_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--speculative-config", '{"method": "eagle"}'), "method is ngram, suffix or draft_model"),
+        (("--speculative-config", '{"method": "eagle"}'), "method is ngram, suffix, mtp or draft_"),
         (("--speculative-config", '{"modle": "x"}'), "modle"),
         (("--speculative-config", '{"model": "/nowhere/x"}'), "/nowhere/x"),
         (("--speculative-config", '{"model": "x", "method": "ngram"}'), "need each other"),

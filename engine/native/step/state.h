@@ -122,7 +122,7 @@ struct StepState {
           attended_size(most([](const Layer &layer) {
               return std::max(layer.attention.output.columns, layer.delta_net.output.columns);
           })),
-          x_step(padded(std::max(model.hidden, attended_size))), mlp_step(padded(model.mlp)),
+          x_step(padded(std::max({model.hidden, attended_size, model.merge.fc.columns}))), mlp_step(padded(model.mlp)),
           expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.num_per_token) {
         const int64_t rows = std::max(step.tokens, step.samples) + kSpare;
         residual = memory.residual.reserve(step.tokens * model.hidden);
@@ -141,7 +141,7 @@ struct StepState {
     // More than there are.
     int64_t num_phases() const {
         return (13 + (model.experts.num_experts ? 18 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
-                (model.ranks.group ? 5 : 0)) * model.num_layers + 8;
+                (model.ranks.group ? 5 : 0)) * model.num_layers + 11;
     }
 
     float *residual_of(int64_t t) const { return residual + t * model.hidden; }

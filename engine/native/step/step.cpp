@@ -36,9 +36,11 @@ class StepJob : public Job {
         StepThread thread{context_.state.workspace.workers[number], phases_.first()};
         if (only_head_) return head_.put_logits(thread, true);
         embedding_.run(thread);
+        if (model.merge.fc.rows) embedding_.merge(thread);
         if (model.inputs.size) inputs_.make(thread);
         for (int64_t l = 0; l < model.num_layers; ++l) run_layer(thread, l);
         if (step.sent) return head_.send(thread);
+        if (step.all_states) head_.put_all_states(thread);
         if (step.states) return head_.put_states(thread);
         head_.put_logits(thread, false);
     }

@@ -143,6 +143,13 @@ struct Head {
     double softcap;  // logits are softcap * tanh(logit / softcap); 0: they are not
 };
 
+// Of a head that drafts: its layer reads a product of an embedded token and the state before it, in this order and each
+// normalised. Without rows: the model is none.
+struct Merge {
+    Linear fc;
+    const float *embedded_norm, *state_norm;
+};
+
 // Where several ranks have a part of every layer each: what all_reduce takes, how many they are, and the first id of
 // this one's part of the vocabulary. group: else null.
 struct Ranks {
@@ -163,6 +170,7 @@ struct Model {
     Head head;
     Experts experts;
     PerLayerInputs inputs;
+    Merge merge;
     Ranks ranks;
 };
 
@@ -202,6 +210,10 @@ struct Step {
     // (sequences + 1) or null: a sequence's last tokens may be drafts; where they begin, among those of all. What layers
     // with a recurrence make of them is in no state before penstock_accept.
     const int32_t *draft_starts;
+    // (tokens, hidden), of T: the normalised states of the last layer, of all tokens, or null; and those that a head
+    // that drafts reads.
+    void *all_states;
+    const void *merged;
     const float *input_rows;  // (tokens, num_layers * inputs.size), added to the layers' own inputs
     // (tokens, hidden), the residual stream: of the stage before, and to the stage after. Where layers have inputs of
     // their own, the embedded tokens follow, (tokens, hidden), of which these are made. Null in the first stage, which

@@ -21,6 +21,23 @@ class EmbeddingPhases : PartPhases {
         if (!s_.received) sums_.add(thread, -1, state_.residual, s_.tokens * m_.hidden);
     }
 
+    // Of a head that drafts: what its layer reads, from the embedded tokens.
+    KEEP_APART void merge(StepThread &thread) {
+        const Merge &merge = m_.merge;
+        const auto *states = static_cast<const unsigned char *>(s_.merged);
+        thread.run(s_.tokens, [&](int64_t t) {
+            float *row = thread.worker.recurrence.reserve(3 * m_.hidden), *state = row + m_.hidden;
+            widen_state(states + t * m_.hidden * kWeightBytes, m_.hidden, state + m_.hidden);
+            norms_.normalise(state_.residual_of(t), merge.embedded_norm, row);
+            norms_.normalise(state + m_.hidden, merge.state_norm, state);
+            divide_to_x(row, 1.0f, 2 * m_.hidden, state_.x + t * state_.x_step);
+        });
+        linears_.multiply_all(thread, &merge.fc, 1, [&] { return Input{state_.x, state_.x_step}; }, s_.tokens,
+                              {0, kNoStack}, [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                                  std::copy_n(y, count, state_.residual_of(t) + n);
+                              });
+    }
+
   private:
     KEEP_APART void embed(int64_t t) {
         const Embedding &embedding = m_.embedding;
@@ -45,6 +62,11 @@ class HeadPhases : PartPhases {
     }
     void put_states(StepThread &thread) {
         thread.run(s_.samples, [&](int64_t i) { normalise(i, state(i)); });
+    }
+    void put_all_states(StepThread &thread) {
+        thread.run(s_.tokens, [&](int64_t t) {
+            normalise_token(t, static_cast<unsigned char *>(s_.all_states) + t * m_.hidden * kWeightBytes);
+        });
     }
     // has_states: whether they are given, and not made of the residual stream.
     void put_logits(StepThread &thread, bool has_states) {
@@ -77,8 +99,9 @@ class HeadPhases : PartPhases {
     unsigned char *state(int64_t i) const {
         return static_cast<unsigned char *>(s_.states) + i * m_.hidden * kWeightBytes;
     }
-    void normalise(int64_t i, void *state) {
-        normalise_to_state(state_.residual_of(s_.sample_rows[i]), m_.head.norm, m_.hidden, float(m_.eps), state);
+    void normalise(int64_t i, void *state) { normalise_token(s_.sample_rows[i], state); }
+    void normalise_token(int64_t t, void *state) {
+        normalise_to_state(state_.residual_of(t), m_.head.norm, m_.hidden, float(m_.eps), state);
     }
     void put(int64_t t, int64_t n, const float *y, int64_t count) const {
         float *to = s_.logits + t * m_.head.linear.rows + n;
