@@ -160,9 +160,6 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
     const float *x_scales = x.scales(row);
     const std::int32_t *sums = x.sums(row);
     const int64_t step = x.step, step4 = x.step / 4;
-#if defined(PENSTOCK_HALF_SUMS)
-    const WideRows<R> wide(from + first * w.group, step, kTable ? (last - first) * w.group : 0);
-#endif
     for (int64_t n = 0; n < kBand; n += V * kLanes) {
         Floats total[R][V];
         for (int i = 0; i < R; ++i)
@@ -197,10 +194,10 @@ __attribute__((noinline)) void multiply_blocks_tile(const CodedRows &x, int64_t 
                     }
                 };
 #if defined(PENSTOCK_HALF_SUMS)
-                Ints sums[R][V] = {};
+                Ints sums[R][V] = {}, none[V];  // kGroupedRows need no excess
                 const auto add = [&](int64_t at, const Words(&quads)[V]) {
                     if constexpr (kTable)
-                        for (int j = 0; j < V; ++j) add_wide(dot, j, wide, at / 4 - first * w.group / 4, quads[j]);
+                        add_signed_quads<true>(dot, none, quads, from + at, step);
                     else
                         add_rows(sums, add_pairs_of_bytes, at, quads);
                 };
@@ -268,8 +265,12 @@ template <class Use> inline void with_kind(const Blocks &w, Use use) {
 }
 
 // As multiply_grouped.
-inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, const Blocks &w,
+inline void multiply_blocks(const CodedRows &x, int64_t row, int64_t rows, Blocks w,
                             int64_t band, float *c, int64_t c_step) {
+#if defined(PENSTOCK_HALF_SUMS)
+    alignas(64) unsigned char levels[kTableBytes];
+    if (w.table) w.table = signed_levels(w.table, w.offset, levels), w.offset = 0;
+#endif
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);
     const int64_t tiles = (rows + kGroupedRows - 1) / kGroupedRows;
     const int64_t block = kBlock / w.group;

@@ -41,11 +41,21 @@ constexpr int kPrefetchGroupedRows = 4;  // as kPrefetchRows
 #if (defined(__AVX512BW__) && !defined(__AVX512VNNI__)) || \
     (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
 #define PENSTOCK_HALF_SUMS 1
+constexpr int kMostRows = 8;  // of a tile of multiply_grouped, whose totals are in the nearest cache
+#else
+constexpr int kMostRows = kGroupedRows;
 #endif
 
 #if defined(__ARM_FEATURE_DOTPROD) || defined(PENSTOCK_PAIRED_BYTES)
 #define PENSTOCK_SIGNED_BYTES 1  // it multiplies signed bytes with signed ones
 #endif
+
+// The four bytes at p, in every lane.
+inline Ints every(const void *p) {
+    std::int32_t one;
+    std::memcpy(&one, p, sizeof one);
+    return one - Ints{};
+}
 
 // total + the products of the unsigned bytes of w with the signed ones of x, four in each lane.
 inline Ints add_quads(Ints total, Words w, Words x) {
@@ -63,10 +73,16 @@ inline Ints add_quads(Ints total, Words w, Words x) {
 }
 
 #if defined(PENSTOCK_HALF_SUMS)
-typedef std::int16_t Shorts __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-
 // So many columns' products with codes of at most 15 fit in sums of 16 bits: 16 of them, of at most 15 * 127.
 constexpr int64_t kHalfSumColumns = 32;
+// So many rows of x get signs by an instruction. AVX2's takes a pipe that multiplies, which with more rows is dearer
+// than what inverted bits need.
+#if defined(__AVX512BW__)
+constexpr int kSignedRows = kMostRows;
+#else
+constexpr int kSignedRows = 3;
+#endif
+static_assert(kGroupedRows <= kSignedRows);  // as blocks.h takes for granted
 
 // In each half of a lane, its sum of 16 bits and the products of two unsigned bytes of w with signed ones of x.
 inline Ints add_pairs_of_bytes(Ints sums, Words w, Words x) {
@@ -76,15 +92,58 @@ inline Ints add_pairs_of_bytes(Ints sums, Words w, Words x) {
     return (Ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
 #endif
 }
-// In each lane, the sum of the products of two numbers of 16 bits.
-inline Ints products_of_shorts(Words w, Ints x) {
+// In each lane, the sum of its two sums of 16 bits.
+inline Ints whole_sums(Ints sums) {
+    const Words ones = Words{} + 0x00010001u;
 #if defined(__AVX512BW__)
-    return (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+    return (Ints)_mm512_madd_epi16((__m512i)ones, (__m512i)sums);
 #else
-    return (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+    return (Ints)_mm256_madd_epi16((__m256i)ones, (__m256i)sums);
 #endif
 }
-inline Ints whole_sums(Ints sums) { return products_of_shorts(Words{} + 0x00010001u, sums); }
+// Bytes of w without their signs, which are at most 128, and bytes of x with the signs of w's beside their own.
+inline Words sizes_of(Words w) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_abs_epi8((__m512i)w);
+#else
+    return (Words)_mm256_abs_epi8((__m256i)w);
+#endif
+}
+inline Words signed_as(Words w, Words x) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), __m512i{}, (__m512i)x);
+#else
+    return (Words)_mm256_sign_epi8((__m256i)x, (__m256i)w);
+#endif
+}
+
+// Adds to R rows' sums the products of signed bytes of w, four in each lane, with four of each row. Unsigned sizes of w
+// are multiplied with x that has the signs of w's: two such products fit in 16 bits, as x is at most 127, or 128 where
+// bits are inverted. That makes -x - 1 of x, and `excess`, in halves of 16 bits, is what each row's sum then has too
+// much. kKeeps: GCC 12 would move sums to memory and back.
+template <bool kKeeps, int R, int V>
+inline void add_signed_quads(Ints (&dot)[R][V], Ints (&excess)[V], const Words (&w)[V], const std::int8_t *x,
+                             int64_t step) {
+    typedef std::int8_t SignedBytes __attribute__((vector_size(4 * kLanes)));
+    constexpr bool kInverts = R > kSignedRows;
+    Words sizes[V], signs[V];
+    for (int j = 0; j < V; ++j) {
+        sizes[j] = keep(sizes_of(w[j]));
+        signs[j] = kInverts ? keep((Words)((SignedBytes)w[j] < 0)) : w[j];
+        if constexpr (kInverts) excess[j] = add_pairs_of_bytes(excess[j], sizes[j], signs[j]);
+        if constexpr (kInverts && kKeeps) excess[j] = keep(excess[j]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+        const Words one = (Words)every(x + i * step);
+#pragma GCC unroll 4
+        for (int j = 0; j < V; ++j) {
+            const Words with_signs = kInverts ? one ^ signs[j] : signed_as(signs[j], one);
+            dot[i][j] += whole_sums(add_pairs_of_bytes(Ints{}, sizes[j], with_signs));
+            if constexpr (kKeeps) dot[i][j] = keep(dot[i][j]);
+        }
+    }
+}
 #endif
 
 // Names what computes that, for people to read.
@@ -98,13 +157,6 @@ inline std::string code_instructions() {
 #else
     return instructions();
 #endif
-}
-
-// The four bytes at p, in every lane.
-inline Ints every(const void *p) {
-    std::int32_t one;
-    std::memcpy(&one, p, sizeof one);
-    return one - Ints{};
 }
 
 // Each byte of `codes`, 0 to 15, replaced by that byte of the table, of which there are copies for
@@ -126,6 +178,29 @@ inline Words looked_up(const unsigned char *table, Words codes) {
 #endif
 }
 constexpr int64_t kTableBytes = 64;
+
+#if defined(PENSTOCK_HALF_SUMS)
+// The bytes of a table, less `offset`, at `out`, which it returns.
+inline const unsigned char *signed_levels(const unsigned char *table, int64_t offset, unsigned char *out) {
+    for (int64_t i = 0; i < kTableBytes; ++i) out[i] = (unsigned char)(table[i] - offset);
+    return out;
+}
+#endif
+
+// [k / 8][32][4] of two numbers each, as [k / 4][32][4].
+inline void widen_nibbles(const unsigned char *codes, int64_t numbers, const unsigned char *table,
+                          unsigned char *out) {
+    constexpr int64_t kRow = 4 * kBand;
+    for (int64_t k = 0; k < numbers; k += 8, out += kRow)
+        for (int64_t end = kRow; end; end -= sizeof(Words), codes += sizeof(Words), out += sizeof(Words)) {
+            __builtin_prefetch(codes + kPrefetchBytes, 0, 2);
+            const Words both = *reinterpret_cast<const Words *>(codes);
+            Words low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
+            if (table) low = looked_up(table, low), high = looked_up(table, high);
+            *reinterpret_cast<Words *>(out) = low;
+            *reinterpret_cast<Words *>(out + kRow) = high;
+        }
+}
 
 // ---- Activations ----------------------------------------------------------------------------------------
 
@@ -288,9 +363,8 @@ enum Kind { kBytes, kNibbles, kLookedUp };
 
 // A result, once a group's products are added to it; without zeros these contain what the offset takes away.
 template <bool kZeros>
-inline Floats with_group(Floats total, Ints dot, float sum, Floats zero, Floats scale,
+inline Floats with_group(Floats total, Floats of_group, float sum, Floats zero, Floats scale,
                          float x_scale) {
-    Floats of_group = __builtin_convertvector(dot, Floats);
     if constexpr (kZeros) of_group = fused(all(-sum), zero, of_group);
     return fused(of_group * scale, all(x_scale), total);
 }
@@ -342,94 +416,112 @@ inline void add_up_pairs(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, 
 
 #if defined(PENSTOCK_HALF_SUMS)
 // Adds a group's products with codes of at most 15 to R rows' sums.
-template <int R>
-inline void add_up_nibbles(Ints (&dot)[R][kGroupedVectors], const std::int8_t *x, int64_t step,
-                           const unsigned char *p, int64_t group, bool prefetches) {
-    constexpr int V = kGroupedVectors;
-    constexpr int64_t kRow = 4 * kBand;
+template <int R, int V>
+inline void add_up_nibbles(Ints (&dot)[R][V], const std::int8_t *x, int64_t step, const unsigned char *p,
+                           int64_t group) {
     for (int64_t k = 0; k < group;) {
         Ints sums[R][V] = {};
-        for (const int64_t end = std::min(group, k + kHalfSumColumns); k < end; k += 8, p += kRow) {
-            if (prefetches)
-                for (int64_t line = 0; line < kRow; line += 64)
-                    __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
+        for (const int64_t end = std::min(group, k + kHalfSumColumns); k < end; k += 8, p += 4 * kBand) {
             Words low[V], high[V];
             for (int j = 0; j < V; ++j) {
-                const Words both = reinterpret_cast<const Words *>(p)[j];
-                low[j] = keep(both & 0x0f0f0f0fu);
-                high[j] = keep(both >> 4 & 0x0f0f0f0fu);
+                const Words both = keep(reinterpret_cast<const Words *>(p)[j]);
+                low[j] = keep(both & 0x0f0f0f0fu), high[j] = keep(both >> 4 & 0x0f0f0f0fu);
             }
-            const auto add = [&](int64_t at, const Words(&quads)[V]) {
 #pragma GCC unroll 16
-                for (int i = 0; i < R; ++i) {
-                    const Words one = keep((Words)every(x + i * step + at));
-#pragma GCC unroll 2
-                    for (int j = 0; j < V; ++j) sums[i][j] = add_pairs_of_bytes(sums[i][j], quads[j], one);
+            for (int i = 0; i < R; ++i) {
+                const Words first = (Words)every(x + i * step + k), second = (Words)every(x + i * step + k + 4);
+#pragma GCC unroll 4
+                for (int j = 0; j < V; ++j) {
+                    sums[i][j] = add_pairs_of_bytes(sums[i][j], low[j], first);
+                    sums[i][j] = keep(add_pairs_of_bytes(sums[i][j], high[j], second));
                 }
-            };
-            add(k, low), add(k + 4, high);
+            }
         }
+#pragma GCC unroll 16
         for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
             for (int j = 0; j < V; ++j) dot[i][j] += whole_sums(sums[i][j]);
     }
 }
 
-// R rows of x in 16 bits: of each four numbers the first and the third in one word, the others in another.
-template <int R> struct WideRows {
-    std::int32_t even[R][kBlock / 4 + kLanes], odd[R][kBlock / 4 + kLanes];
-
-    WideRows(const std::int8_t *x, int64_t step, int64_t columns) {
-        for (int i = 0; i < R; ++i)
-            for (int64_t k = 0; k < columns; k += 4 * kLanes) {
-                const Words quads = *reinterpret_cast<const Words *>(x + i * step + k);
-                const auto shorts = (Shorts)quads;
-                *reinterpret_cast<Shorts *>(even[i] + k / 4) = shorts << 8 >> 8;
-                *reinterpret_cast<Shorts *>(odd[i] + k / 4) = shorts >> 8;
-            }
-    }
-};
-
-// Adds the products of quads with word `at` of `x` to the sums of kLanes results.
-template <int R>
-inline void add_wide(Ints (&dot)[R][kGroupedVectors], int j, const WideRows<R> &x, int64_t at, Words quads) {
-    const Words even = keep(quads & 0x00ff00ffu), odd = keep(quads >> 8 & 0x00ff00ffu);
-#pragma GCC unroll 16
-    for (int i = 0; i < R; ++i) {
-        dot[i][j] += products_of_shorts(even, every(x.even[i] + at));
-        dot[i][j] += products_of_shorts(odd, every(x.odd[i] + at));
+// Adds a group's products with codes of 8 bits, or with the numbers that a table of signed ones has for those of 4.
+template <Kind kKind, int R, int V>
+inline void add_up_bytes(Ints (&dot)[R][V], Ints (&excess)[V], const std::int8_t *x, int64_t step,
+                         const unsigned char *p, int64_t group, const unsigned char *table) {
+    constexpr int64_t kColumns = kKind == kBytes ? 4 : 8;
+    for (const std::int8_t *end = x + group; x < end; x += kColumns, p += 4 * kBand) {
+        Words codes[V], w[V];
+        for (int j = 0; j < V; ++j) codes[j] = keep(reinterpret_cast<const Words *>(p)[j]);
+        for (int j = 0; j < V; ++j)
+            w[j] = kKind == kBytes ? codes[j] ^ 0x80808080u : looked_up(table, codes[j] & 0x0f0f0f0fu);
+        add_signed_quads<kKind != kBytes>(dot, excess, w, x, step);
+        if constexpr (kKind == kBytes) continue;
+        for (int j = 0; j < V; ++j) w[j] = looked_up(table, codes[j] >> 4 & 0x0f0f0f0fu);
+        add_signed_quads<kKind != kBytes>(dot, excess, w, x + 4, step);
     }
 }
 
-// Adds a group's products to R rows' sums; the group begins at word `from` of `x`.
-template <int R, Kind kKind>
-inline void add_up_bytes(Ints (&dot)[R][kGroupedVectors], const WideRows<R> &x, int64_t from,
-                         const unsigned char *p, const Grouped &w, bool prefetches) {
-    constexpr int64_t kRow = 4 * kBand, kQuads = kKind == kBytes ? 1 : 2;
-    for (const int64_t end = from + w.group / 4; from < end; from += kQuads, p += kRow) {
-        if (prefetches)
-            for (int64_t line = 0; line < kRow; line += 64)
-                __builtin_prefetch(p + kPrefetchBytes + line, 0, 2);
-#pragma GCC unroll 2
-        for (int j = 0; j < kGroupedVectors; ++j) {
-            const Words codes = reinterpret_cast<const Words *>(p)[j];
-            if constexpr (kKind == kBytes) {
-                add_wide(dot, j, x, from, codes);
-            } else {
-                add_wide(dot, j, x, from, looked_up(w.table, codes & 0x0f0f0f0fu));
-                add_wide(dot, j, x, from + 1, looked_up(w.table, codes >> 4 & 0x0f0f0f0fu));
+// R rows of x, from one group to another, added to c. All 32 results take a group before the next: so memory brings
+// weights all the time. The totals are in the nearest cache.
+template <int R, Kind kKind, bool kZeros>
+__attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row, const Grouped &w,
+                                                     const unsigned char *codes, int64_t band, int64_t first,
+                                                     int64_t last, float *c, int64_t c_step) {
+    constexpr int V = std::min<int>(kBand / kLanes, R > 4 ? 1 : R > 2 ? 2 : 4);
+    const int64_t group_bytes = kBand * w.group * (kKind == kBytes ? 8 : 4) / 8, step4 = x.step / 4;
+    // Bytes that have been looked up are in a cache.
+    const bool is_prefetched = prefetches(R, kPrefetchGroupedRows) && !(kKind == kBytes && w.table);
+    // Whole numbers are added to the bits of 1.5 * 2^23, and so to the number.
+    constexpr float kShift = 12582912, lowest = kKind == kBytes ? 128 : 0;
+    constexpr auto kShiftBits = std::bit_cast<std::int32_t>(kShift);
+    const std::int8_t *from = x.codes(row) + first * w.group;
+    float total[R][kBand];
+    for (int i = 0; i < R; ++i) std::copy_n(c + i * c_step, kBand, total[i]);
+    for (int64_t g = first; g < last; ++g, from += w.group, codes += group_bytes) {
+        if (is_prefetched)
+            for (int64_t line = 0; line < group_bytes; line += 64)
+                __builtin_prefetch(codes + kPrefetchBytes + line, 0, 2);
+        float x_scale[R], sum[R], begin[R];
+        for (int i = 0; i < R; ++i) {
+            x_scale[i] = x.scales(row)[i * step4 + g];
+            sum[i] = float(x.sums(row)[i * step4 + g]);
+            begin[i] = kShift + (kZeros ? 0.0f : float(w.offset) * sum[i]);
+        }
+        for (int64_t n = 0; n < kBand; n += V * kLanes) {
+            Ints dot[R][V], excess[V] = {};
+#pragma GCC unroll 16
+            for (int i = 0; i < R; ++i)
+#pragma GCC unroll 4
+                for (int j = 0; j < V; ++j) dot[i][j] = Ints{} + kShiftBits;
+            if constexpr (kKind == kNibbles)
+                add_up_nibbles(dot, from, x.step, codes + 4 * n, w.group);
+            else
+                add_up_bytes<kKind>(dot, excess, from, x.step, codes + 4 * n, w.group, w.table);
+            const int64_t at = (band * w.groups + g) * kBand + n;
+#pragma GCC unroll 4
+            for (int j = 0; j < V; ++j) {
+                const Floats too_much = (Floats)(whole_sums(excess[j]) + kShiftBits);
+                const Floats scale = w.scales_at(at + j * kLanes);
+                const Floats zero = kZeros ? w.zeros_at(at + j * kLanes) - all(lowest) : Floats{};
+#pragma GCC unroll 16
+                for (int i = 0; i < R; ++i) {
+                    const Floats of_group = (Floats)dot[i][j] - (kKind == kNibbles ? all(begin[i]) : too_much);
+                    float *to = total[i] + n + j * kLanes;
+                    store(to, with_group<kZeros>(load(to), of_group, sum[i], zero, scale, x_scale[i]));
+                }
             }
         }
     }
+    for (int i = 0; i < R; ++i) std::copy_n(total[i], kBand, c + i * c_step);
 }
-#endif
-
+#else
 // R rows of x, from one group to another, added to c.
 template <int R, Kind kKind, bool kZeros>
 __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t row,
-                                                     const Grouped &w, int64_t band, int64_t first,
-                                                     int64_t last, float *c, int64_t c_step) {
+                                                     const Grouped &w, const unsigned char *codes,
+                                                     int64_t band, int64_t first, int64_t last,
+                                                     float *c, int64_t c_step) {
     constexpr int V = kGroupedVectors;
-    const unsigned char *codes = w.codes + (band * w.groups + first) * w.group_bytes();
     const int64_t group_bytes = w.group_bytes();
 #if defined(PENSTOCK_SIGNED_BYTES)
     const int offset = int(w.offset) - (kKind == kNibbles ? 0 : 128);
@@ -441,10 +533,6 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
     const float *x_scales = x.scales(row);
     const std::int32_t *sums = x.sums(row);
     const int64_t step = x.step, step4 = x.step / 4;
-#if defined(PENSTOCK_HALF_SUMS)
-    const int64_t columns = kKind == kNibbles ? 0 : (last - first) * w.group;
-    const WideRows<R> wide(from + first * w.group, step, columns);
-#endif
     for (int64_t n = 0; n < kBand; n += V * kLanes) {
         Floats total[R][V];
         for (int i = 0; i < R; ++i)
@@ -474,12 +562,6 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
             constexpr bool kIsPaired = R > 1;
             if constexpr (kIsPaired)
                 add_up_pairs<R, kKind>(dot, from + begin, step, p, w, flip, is_prefetched);
-#elif defined(PENSTOCK_HALF_SUMS)
-            constexpr bool kIsPaired = true;
-            if constexpr (kKind == kNibbles)
-                add_up_nibbles<R>(dot, from + begin, step, p, w.group, is_prefetched);
-            else
-                add_up_bytes<R, kKind>(dot, wide, (begin - first * w.group) / 4, p, w, is_prefetched);
 #else
             constexpr bool kIsPaired = false;
 #endif
@@ -510,43 +592,60 @@ __attribute__((noinline)) void multiply_grouped_tile(const CodedRows &x, int64_t
 #pragma GCC unroll 16
                 for (int i = 0; i < R; ++i)
                     total[i][j] =
-                        with_group<kZeros>(total[i][j], dot[i][j], float(sums[i * step4 + g]), zero,
-                                           scale, x_scales[i * step4 + g]);
+                        with_group<kZeros>(total[i][j], __builtin_convertvector(dot[i][j], Floats),
+                                           float(sums[i * step4 + g]), zero, scale, x_scales[i * step4 + g]);
             }
         }
         for (int i = 0; i < R; ++i)
             for (int j = 0; j < V; ++j) store(c + i * c_step + n + j * kLanes, total[i][j]);
     }
 }
+#endif
 
 template <Kind kKind, bool kZeros, int... R>
 inline void multiply_grouped_rows(int rows, const CodedRows &x, int64_t row, const Grouped &w,
-                                  int64_t band, int64_t first, int64_t last, float *c,
+                                  const unsigned char *codes, int64_t band, int64_t first, int64_t last, float *c,
                                   int64_t c_step, std::integer_sequence<int, R...>) {
-    using Tile = void (*)(const CodedRows &, int64_t, const Grouped &, int64_t, int64_t, int64_t,
-                          float *, int64_t);
+    using Tile = void (*)(const CodedRows &, int64_t, const Grouped &, const unsigned char *, int64_t, int64_t,
+                          int64_t, float *, int64_t);
     static constexpr Tile kTiles[] = {multiply_grouped_tile<R + 1, kKind, kZeros>...};
-    kTiles[rows - 1](x, row, w, band, first, last, c, c_step);
+    kTiles[rows - 1](x, row, w, codes, band, first, last, c, c_step);
 }
 
 // c[i][0..32) = x_i . w, for `rows` rows of x from `row` on, and a band of w, by vectors. grouped_tiles.h has the
 // same by the best that there is.
-inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, const Grouped &w,
-                             int64_t band, float *c, int64_t c_step) {
+inline void multiply_grouped(const CodedRows &x, int64_t row, int64_t rows, Grouped w, int64_t band, float *c,
+                             int64_t c_step) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(c + i * c_step, kBand, 0.0f);
-    const int64_t tiles = (rows + kGroupedRows - 1) / kGroupedRows;
+    const int64_t tiles = (rows + kMostRows - 1) / kMostRows;
     const int64_t block = std::max<int64_t>(1, kBlock / w.group);
-    constexpr auto kRows = std::make_integer_sequence<int, kGroupedRows>();
+    constexpr auto kRows = std::make_integer_sequence<int, kMostRows>();
+    bool has_bytes = w.bits == 8;
+#if defined(PENSTOCK_HALF_SUMS)
+    // Numbers are looked up once for all tiles, if there are several: codes of 8 bits are 128 above them.
+    alignas(64) unsigned char levels[kTableBytes], bytes[kBlock * kBand];
+    if (w.table) {
+        has_bytes = tiles > 1;
+        w.table = signed_levels(w.table, w.offset - (has_bytes ? 128 : 0), levels);
+    }
+#endif
     for (int64_t g = 0; g < w.groups; g += block) {
         const int64_t last = std::min(g + block, w.groups);
+        const unsigned char *codes = w.codes + (band * w.groups + g) * w.group_bytes();
+#if defined(PENSTOCK_HALF_SUMS)
+        if (w.table && has_bytes) {
+            widen_nibbles(codes, (last - g) * w.group, w.table, bytes);
+            codes = bytes;
+        }
+#endif
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t first = tile * rows / tiles;
             const int count = int((tile + 1) * rows / tiles - first);
             auto multiply = [&]<Kind kKind, bool kZeros>() {
-                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, band, g, last,
+                multiply_grouped_rows<kKind, kZeros>(count, x, row + first, w, codes, band, g, last,
                                                      c + first * c_step, c_step, kRows);
             };
-            if (w.bits == 8)
+            if (has_bytes)
                 w.zeros ? multiply.operator()<kBytes, true>()
                         : multiply.operator()<kBytes, false>();
             else if (w.table)

@@ -21,21 +21,6 @@ constexpr int64_t kLeastTileGroup = 32, kMostTileGroup = 2 * kMostTileBytes;
 constexpr int64_t kTileBlock = 512;
 static_assert(kTileBlock >= kMostTileGroup);
 
-// [k / 8][32][4] of two numbers each, as [k / 4][32][4].
-inline void widen_nibbles(const unsigned char *codes, int64_t numbers, const unsigned char *table,
-                          unsigned char *out) {
-    constexpr int64_t kRow = 4 * kBand;
-    for (int64_t k = 0; k < numbers; k += 8, out += kRow)
-        for (int64_t end = kRow; end; end -= sizeof(Words), codes += sizeof(Words), out += sizeof(Words)) {
-            __builtin_prefetch(codes + kPrefetchBytes, 0, 2);
-            const Words both = *reinterpret_cast<const Words *>(codes);
-            Words low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
-            if (table) low = looked_up(table, low), high = looked_up(table, high);
-            *reinterpret_cast<Words *>(out) = low;
-            *reinterpret_cast<Words *>(out + kRow) = high;
-        }
-}
-
 using TileSums = std::int32_t[2 * kTile][kBand];
 
 // A group of M tiles of 16 rows. Tiles are as shape_tiles says: C in 0 to 3, x in 4 and 5, w in 6 and 7.
@@ -78,7 +63,8 @@ inline void put_group(const TileSums &dots, const CodedRows &x, int64_t row, int
         for (int j = 0; j < V; ++j) {
             const Ints dot = begin + *reinterpret_cast<const Ints *>(dots[i] + j * kLanes);
             store(c + j * kLanes,
-                  with_group<kZeros>(load(c + j * kLanes), dot, sum, zero[j], scale[j], x_scale));
+                  with_group<kZeros>(load(c + j * kLanes), __builtin_convertvector(dot, Floats), sum, zero[j],
+                                     scale[j], x_scale));
         }
     }
 }

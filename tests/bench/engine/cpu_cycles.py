@@ -53,7 +53,8 @@ _FORMATS = (
     _Format("Q6_K", "blocksX{}ELi6ELb0ELb0", 16, 1, "6, false, false"),
 )
 _ARGUMENTS = {
-    "grouped": "const Grouped &, int64_t, int64_t, int64_t, float *, int64_t",
+    "grouped": "const Grouped &, const unsigned char *, int64_t, int64_t, int64_t, float *, "
+    "int64_t",
     "blocks": "const Blocks &, const float *, int64_t, int64_t, int64_t, float *, int64_t",
 }
 

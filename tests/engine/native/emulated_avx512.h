@@ -1,5 +1,5 @@
-// What the headers use of AVX-512 with VNNI, lane by lane, for processors with AVX2: to be included before all else
-// (-include). Source: Intel 64 and IA-32 Software Developer's Manual, volume 2.
+// What the headers use of AVX-512 with VNNI, or without it (-DWITHOUT_VNNI), lane by lane, for processors with AVX2: to
+// be included before all else (-include). Source: Intel 64 and IA-32 Software Developer's Manual, volume 2.
 #pragma once
 #include <immintrin.h>
 
@@ -22,7 +22,9 @@
 #endif
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
+#if !defined(WITHOUT_VNNI)
 #define __AVX512VNNI__ 1
+#endif
 // Vectors of 64 bytes have no register here that keep() in vectors.h could name.
 #define asm(...)
 
@@ -78,6 +80,46 @@ inline __m512i shuffle_epi8(__m512i table, __m512i at) {
         return index & 128 ? std::uint8_t(0) : lane<std::uint8_t>(table, i / 16 * 16 + index % 16);
     });
 }
+template <class Function> inline __m512i each_byte(Function function) {
+    typedef std::int8_t Bytes __attribute__((vector_size(64)));
+    return (__m512i)each<Bytes>(64, function);
+}
+template <class Function> inline __m512i each_short(Function function) {
+    typedef std::int16_t Shorts __attribute__((vector_size(64)));
+    return (__m512i)each<Shorts>(32, function);
+}
+inline __m512i abs_epi8(__m512i v) {
+    return each_byte([&](int i) { return std::int8_t(std::abs(int(lane<std::int8_t>(v, i)))); });
+}
+inline std::uint64_t movepi8_mask(__m512i v) {
+    std::uint64_t mask = 0;
+    for (int i = 0; i < 64; ++i) mask |= std::uint64_t(lane<std::int8_t>(v, i) < 0) << i;
+    return mask;
+}
+inline __m512i mask_sub_epi8(__m512i otherwise, std::uint64_t mask, __m512i a, __m512i b) {
+    return each_byte([&](int i) {
+        const int difference = lane<std::int8_t>(a, i) - lane<std::int8_t>(b, i);
+        return mask >> i & 1 ? std::int8_t(difference) : lane<std::int8_t>(otherwise, i);
+    });
+}
+inline __m512i add_epi16(__m512i a, __m512i b) {
+    return each_short([&](int i) { return std::int16_t(lane<std::int16_t>(a, i) + lane<std::int16_t>(b, i)); });
+}
+// Unsigned bytes of a by signed ones of b; sums that do not fit are the nearest that do.
+inline __m512i maddubs_epi16(__m512i a, __m512i b) {
+    return each_short([&](int i) {
+        int sum = 0;
+        for (int j = 2 * i; j < 2 * i + 2; ++j) sum += lane<std::uint8_t>(a, j) * lane<std::int8_t>(b, j);
+        return std::int16_t(std::clamp(sum, -32768, 32767));
+    });
+}
+inline __m512i madd_epi16(__m512i a, __m512i b) {
+    return (__m512i)each<Lanes>(16, [&](int i) {
+        std::int32_t sum = 0;
+        for (int j = 2 * i; j < 2 * i + 2; ++j) sum += lane<std::int16_t>(a, j) * lane<std::int16_t>(b, j);
+        return sum;
+    });
+}
 // Unsigned bytes of a by signed ones of b.
 inline __m512i dpbusd_epi32(__m512i total, __m512i a, __m512i b) {
     return (__m512i)each<Lanes>(16, [&](int i) {
@@ -115,6 +157,12 @@ inline std::int32_t reduce_max_epi32(__m512i v) {
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #define _mm512_cvtps_ph emulated::cvtps_ph
 #define _mm512_shuffle_epi8 emulated::shuffle_epi8
+#define _mm512_abs_epi8 emulated::abs_epi8
+#define _mm512_movepi8_mask emulated::movepi8_mask
+#define _mm512_mask_sub_epi8 emulated::mask_sub_epi8
+#define _mm512_add_epi16 emulated::add_epi16
+#define _mm512_maddubs_epi16 emulated::maddubs_epi16
+#define _mm512_madd_epi16 emulated::madd_epi16
 #define _mm512_dpbusd_epi32 emulated::dpbusd_epi32
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
 #define _mm512_reduce_max_ps emulated::reduce_max_ps

@@ -55,6 +55,15 @@ def test_products_are_right_and_the_same_alone(processor: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_products_are_right_on_avx512_without_vnni(processor: str, tmp_path: Path) -> None:
+    if processor != "VNNI":
+        pytest.skip("it is emulated as VNNI is")
+    flags = [*_flags_of_step(), "-DWITHOUT_VNNI"]
+    named = _run(_compiled_products(tmp_path, os.environ.get("CXX", "g++"), *flags))
+    assert named.startswith("AVX-512; codes: AVX-512; ")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     None in (shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")),
     reason="apt-get install g++-aarch64-linux-gnu qemu-user-static",
