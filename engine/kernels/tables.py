@@ -56,18 +56,22 @@ def gather_chunks(
     positions: Tensor,
     kv_slots: Tensor,
     context_lens: Tensor,
+    decode_lens: Tensor | None = None,
 ) -> None:
-    """The tokens of the sequence in slots[i] from starts[i] on, as many as query_starts gives.
+    """The tokens of the sequence in slots[i] from starts[i] on, as many as query_starts gives; of a
+    decode, which starts at -1, the first that is not yet computed.
 
     slots, starts: (R,) int32. query_starts: (R + 1,) int32, offsets into the T tokens written.
-    max_num_tokens: the most of any row. Writes lengths as `gather_decodes` does.
+    block_tables: of all groups, (G, slots, max_blocks). max_num_tokens: the most of any row. Writes
+    token_ids, positions, context_lens, kv_slots and lengths as `gather_decodes` does; and
+    decode_lens, (R,) int32, the length of each decode and 0 of other rows.
     """
     grid = (len(slots), ceil_div(max_num_tokens, _BLOCK))
     _gather_chunks[grid](
         slots, starts, query_starts, lengths, token_table, block_tables,
-        token_ids, positions, kv_slots, context_lens,
-        len(lengths) - 1, token_table.stride(0), block_tables.stride(0), block_size,
-        BLOCK=_BLOCK, num_warps=2,
+        token_ids, positions, kv_slots, context_lens, decode_lens,
+        len(lengths) - 1, token_table.stride(0), *block_tables.stride()[:2], len(block_tables),
+        kv_slots.stride(0), block_size, BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
 
@@ -133,35 +137,51 @@ def _gather_decodes(
         tl.store(target, block * block_size + position % block_size, mask=mask)
 
 
+_CHUNK_SIZES = (
+    "num_slots", "token_stride", "group_stride", "table_stride", "num_groups", "kv_stride",
+)  # fmt: skip
+
+
 # These are slices of one tensor, at any offset. Specialised, the kernel would be compiled once for
 # aligned ones and again, while serving, for the others.
 @triton.jit(
-    do_not_specialize=["num_slots", "token_stride", "table_stride"],
+    do_not_specialize=_CHUNK_SIZES,
     do_not_specialize_on_alignment=["starts", "query_starts", "positions"],
 )
 def _gather_chunks(
     slots, starts, query_starts, lengths, token_table, block_tables,
-    token_ids, positions, kv_slots, context_lens,
-    num_slots, token_stride, table_stride, block_size, BLOCK: tl.constexpr,
+    token_ids, positions, kv_slots, context_lens, decode_lens,
+    num_slots, token_stride, group_stride, table_stride, num_groups, kv_stride, block_size,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
+    is_decode = start < 0
+    start = tl.where(is_decode, tl.load(lengths + slot), start)
+    # Before one thread writes the length, all have read it. Other programs of a decode's row have
+    # no token.
+    tl.debug_barrier()
     first = tl.load(query_starts + row)
     num_tokens = tl.load(query_starts + row + 1) - first
     if tl.program_id(1) == 0:
         tl.store(context_lens + row, start + num_tokens)
+        if decode_lens is not None:
+            tl.store(decode_lens + row, tl.where(is_decode, start + 1, 0))
         if slot < num_slots:
             tl.store(lengths + slot, start + num_tokens)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_tokens
     position = start + index
     token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
-    block = tl.load(block_tables + slot * table_stride + position // block_size, mask=mask, other=0)
     tl.store(token_ids + first + index, token_id, mask=mask)
     tl.store(positions + first + index, position, mask=mask)
-    target = kv_slots + first + index
-    tl.store(target, block.to(tl.int64) * block_size + position % block_size, mask=mask)
+    entry = block_tables + slot * table_stride + position // block_size
+    for group in range(0, num_groups):
+        wide = tl.cast(group, tl.int64)
+        block = tl.load(entry + wide * group_stride, mask=mask, other=0).to(tl.int64)
+        target = kv_slots + wide * kv_stride + first + index
+        tl.store(target, block * block_size + position % block_size, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "token_stride", "host_stride"])

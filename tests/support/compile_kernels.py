@@ -422,8 +422,8 @@ class MetaModel:
             if chunk:
                 gather_chunks(
                     step.slots, _ints(num_rows), _ints(num_rows + 1), lengths, token_table,
-                    step.block_tables, self._block_size, chunk,
-                    step.token_ids, step.positions, step.kv_slots, step.context_lens,
+                    step.block_tables[None], self._block_size, chunk,
+                    step.token_ids, step.positions, step.kv_slots[None], step.context_lens,
                 )  # fmt: skip
             else:
                 gather_decodes(

@@ -71,12 +71,12 @@ class ChunkSteps:
         self.sizes = tuple(sizes)
         self._max_rows = max_rows = tables.padding_slot
         device, largest = tables.lengths.device, max(sizes, default=0)
-        self._inputs = torch.zeros(5 * max_rows + 2, dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(4 * max_rows + 2, dtype=torch.int32, device=device)
         self._split()[0].fill_(tables.padding_slot)
         self._token_ids, self._positions = self._inputs.new_zeros(2, largest).unbind()
         num_groups = len(tables.block_tables)
         self._kv_slots = torch.zeros(num_groups, largest, dtype=torch.int64, device=device)
-        self._context_lens = self._inputs.new_zeros(max_rows)
+        self._context_lens, self._decode_lens = self._inputs.new_zeros(2, max_rows).unbind()
         self._tiles = TileMemory(tables, sizes, model.num_adapter_slots)
         self._state_tiles = None
         if model.has_states:
@@ -116,28 +116,26 @@ class ChunkSteps:
         """The input that `_split` splits. Padding rows have the padding slot and no token."""
         num_rows, num_decodes, num_tokens = len(batch.slots), batch.num_decodes, query_starts[-1]
         absent = self._max_rows - num_rows
-        decode_lens = [start + 1 for start in batch.starts[:num_decodes]]
         return list(
             chain(
                 (*batch.slots, *(self._tables.padding_slot,) * absent),
-                (*batch.starts, *(0,) * absent),
+                (*_starts(batch), *(0,) * absent),
                 (*query_starts, *(num_tokens,) * absent),
                 # To the prefill kernel, decodes are rows without a token.
                 (max(start, num_decodes) for start in query_starts),
                 (num_tokens,) * absent,
-                (*decode_lens, *(0,) * (self._max_rows - num_decodes)),
             )
         )
 
     def _split(self) -> tuple[Tensor, ...]:
-        """Slots, starts, offsets of all rows, those of the chunks, lengths of the decodes."""
+        """Slots, starts, offsets of all rows, and those of the chunks."""
         rows = self._max_rows
-        return torch.split(self._inputs, [rows, rows, rows + 1, rows + 1, rows])
+        return torch.split(self._inputs, [rows, rows, rows + 1, rows + 1])
 
     def _run(self, key: ChunkKey) -> Tensor:
         size = key.size
-        tables, kv_slots = self._tables, self._kv_slots[:, :size].unbind()
-        slots, starts, offsets, chunk_starts, decode_lens = self._split()
+        tables, kv_slots = self._tables, self._kv_slots[:, :size]
+        slots, starts, offsets, chunk_starts = self._split()
         for places, padding in zip(kv_slots, tables.padding_kv_slots, strict=True):
             places.fill_(padding)
         num_decodes = min(size, self._max_rows)
@@ -150,24 +148,24 @@ class ChunkSteps:
             num_decodes=num_decodes,
             chunk_starts=chunk_starts,
             block_tables=tables.block_tables[0],
-            decode_lens=decode_lens[:num_decodes],
+            decode_lens=self._decode_lens[:num_decodes],
             more_groups=tuple(zip(kv_slots[1:], tables.block_tables[1:], strict=True)),
             adapters=self._tiles.read(size) if key.has_adapters else None,
             state_tiles=self._state_tiles.read(size) if self._state_tiles else None,
         )
-        return self._states(step, starts, offsets, size)
+        return self._states(step, kv_slots, starts, offsets, size, self._decode_lens)
 
     def _launch(
         self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """A step that is launched kernel by kernel, as `__call__`."""
         tables, num_rows = self._tables, len(batch.slots)
-        values = tables.upload((*batch.slots, *batch.starts, *query_starts))
+        values = tables.upload((*batch.slots, *_starts(batch), *query_starts))
         slots, starts, offsets = torch.split(values, [num_rows, num_rows, num_rows + 1])
         num_tokens = query_starts[-1]
         token_ids, positions = values.new_empty(2, num_tokens).unbind()
         shape = len(tables.block_tables), num_tokens
-        kv_slots = values.new_empty(shape, dtype=torch.int64).unbind()
+        kv_slots = values.new_empty(shape, dtype=torch.int64)
         has_states = self._state_tiles is not None
         step = DeviceStep(
             token_ids=token_ids,
@@ -182,25 +180,40 @@ class ChunkSteps:
             adapters=tiles_of(adapters, num_tokens, self._model.num_adapter_slots, tables),
             state_tiles=state_tiles_of(batch, query_starts, tables) if has_states else None,
         )
-        return self._states(step, starts, offsets, max(batch.num_tokens)), slots, step.context_lens
+        states = self._states(step, kv_slots, starts, offsets, max(batch.num_tokens))
+        return states, slots, step.context_lens
 
-    def _states(self, step: DeviceStep, starts: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """Computes those of all tokens. starts, offsets: of each row, in its sequence and among the
-        tokens. longest: tokens that a row may have."""
+    def _states(
+        self,
+        step: DeviceStep,
+        kv_slots: Tensor,
+        starts: Tensor,
+        offsets: Tensor,
+        longest: int,
+        decode_lens: Tensor | None = None,
+    ) -> Tensor:
+        """Computes those of all tokens. kv_slots: of all groups. starts, offsets: of each row, in
+        its sequence and among the tokens. longest: tokens that a row may have. decode_lens: of all
+        rows, where the step reads them."""
         tables = self._tables
-        for each in step.group_steps:
-            gather_chunks(
-                step.slots,
-                starts,
-                offsets,
-                tables.lengths,
-                tables.token_table,
-                each.block_tables,
-                tables.block_size,
-                longest,
-                step.token_ids,
-                step.positions,
-                each.kv_slots,
-                step.context_lens,
-            )
+        gather_chunks(
+            step.slots,
+            starts,
+            offsets,
+            tables.lengths,
+            tables.token_table,
+            tables.all_block_tables,
+            tables.block_size,
+            longest,
+            step.token_ids,
+            step.positions,
+            kv_slots,
+            step.context_lens,
+            decode_lens,
+        )
         return self._model(step)
+
+
+def _starts(batch: ScheduledBatch) -> tuple[int, ...]:
+    """Where each row starts; of a decode, whose length the device knows, see `gather_chunks`."""
+    return (*(-1,) * batch.num_decodes, *batch.starts[batch.num_decodes :])

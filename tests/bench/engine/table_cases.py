@@ -91,6 +91,7 @@ def _gather_chunks(bench: Bench, rows: int) -> Case:
     starts = data.lengths[data.slots.long()]
     offsets = (torch.arange(rows + 1, device=bench.device) * count).int()
     out = data.buffers(rows * count)
+    token_ids, positions, places, context_lens = out
     call = partial(
         gather_chunks,
         data.slots,
@@ -98,10 +99,13 @@ def _gather_chunks(bench: Bench, rows: int) -> Case:
         offsets,
         data.lengths.clone(),
         data.tokens,
-        data.blocks,
+        data.blocks[None],
         _BLOCK_SIZE,
         count,
-        *out,
+        token_ids,
+        positions,
+        places[None],
+        context_lens,
     )
 
     def error() -> float:

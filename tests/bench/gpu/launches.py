@@ -169,9 +169,9 @@ class Model:
         model = self._model(layers)
         gather_chunks(
             device_step.slots, _empty(num_rows), _ints(starts), lengths, token_table,
-            device_step.block_tables, BLOCK_SIZE, num_tokens if step.graph else max(counts),
-            device_step.token_ids, device_step.positions, device_step.kv_slots,
-            device_step.context_lens,
+            device_step.block_tables[None], BLOCK_SIZE, num_tokens if step.graph else max(counts),
+            device_step.token_ids, device_step.positions, device_step.kv_slots[None],
+            device_step.context_lens, _empty(num_rows) if step.graph else None,
         )  # fmt: skip
         states = model(device_step)
         num_sampling = len(counts)

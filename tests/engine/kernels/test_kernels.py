@@ -398,8 +398,8 @@ def test_a_chunk_reads_its_tokens_in_order() -> None:
     offsets = torch.tensor([0, 9, 10, 15, 15], dtype=torch.int32, device=DEVICE)
     token_ids, positions, kv_slots, context_lens = tables.buffers(15, 4)
     gather_chunks(
-        slots, starts, offsets, tables.lengths, tables.token_table, tables.block_tables,
-        tables.block_size, 9, token_ids, positions, kv_slots, context_lens,
+        slots, starts, offsets, tables.lengths, tables.token_table, tables.block_tables[None],
+        tables.block_size, 9, token_ids, positions, kv_slots[None], context_lens,
     )  # fmt: skip
     expected = [tables.expected(4, p) for p in range(9)] + [tables.expected(0, 5)]
     expected += [tables.expected(2, p) for p in range(12, 17)]
@@ -407,6 +407,27 @@ def test_a_chunk_reads_its_tokens_in_order() -> None:
     assert list(found) == expected
     assert context_lens.tolist() == [9, 6, 17, 0]
     assert tables.lengths.tolist() == [6, 0, 17, 0, 9, 0]
+
+
+def test_a_decode_beside_chunks_starts_where_the_device_says() -> None:
+    tables = Tables()
+    groups = torch.stack([tables.block_tables, tables.block_tables.flip(0)])
+    slots = torch.tensor([4, 0, 2, 5], dtype=torch.int32, device=DEVICE)  # 5 pads
+    starts = torch.tensor([-1, -1, 12, 0], dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor([0, 1, 2, 7, 7], dtype=torch.int32, device=DEVICE)
+    token_ids, positions, _, context_lens = tables.buffers(7, 4)
+    kv_slots, decode_lens = torch.full((2, 9), -1, device=DEVICE), torch.empty_like(context_lens)
+    gather_chunks(
+        slots, starts, offsets, tables.lengths, tables.token_table, groups, tables.block_size, 7,
+        token_ids, positions, kv_slots, context_lens, decode_lens,
+    )  # fmt: skip
+    at = [(4, 31), (0, 7), *((2, p) for p in range(12, 17))]
+    assert positions.tolist() == [position for _, position in at]
+    assert token_ids.tolist() == [tables.expected(*one)[0] for one in at]
+    for blocks, found in zip(groups, kv_slots.tolist(), strict=True):
+        assert found == [*(int(blocks[slot, p // 4]) * 4 + p % 4 for slot, p in at), -1, -1]
+    assert context_lens.tolist() == [32, 8, 17, 0] and decode_lens.tolist() == [32, 8, 0, 0]
+    assert tables.lengths.tolist() == [8, 0, 17, 0, 32, 0]
 
 
 def test_a_step_writes_its_ids_back_to_its_slots() -> None:

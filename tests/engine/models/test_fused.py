@@ -92,8 +92,8 @@ class Model:
         kv_slots, context_lens = token_ids.new_empty(num_tokens).long(), torch.empty_like(slots)
         lengths = offsets.new_zeros(NUM_SLOTS)
         gather_chunks(
-            slots, starts, offsets, lengths, self.tokens.to(DEVICE), self.tables, BLOCK_SIZE, size,
-            token_ids, positions, kv_slots, context_lens,
+            slots, starts, offsets, lengths, self.tokens.to(DEVICE), self.tables[None], BLOCK_SIZE,
+            size, token_ids, positions, kv_slots[None], context_lens,
         )  # fmt: skip
         starts_of_chunks = offsets[num_decodes:] - num_decodes
         states = self.model(
