@@ -44,6 +44,27 @@ class StateTiles(NamedTuple):
         return self.counts, self.chunks, self.tiles
 
 
+class DraftSizes(NamedTuple):
+    """Of steps in which decodes have drafts. tokens: to how many they are padded, ascending.
+    queries: the most tokens of a row, a power of two."""
+
+    tokens: tuple[int, ...]
+    queries: int
+
+    @property
+    def most_tokens(self) -> int:
+        return self.tokens[-1]
+
+
+class DecodeQueries(NamedTuple):
+    """The tokens of decodes that have drafts. firsts, counts: (R,) int32, each row's first token
+    and how many it has, 0 for a row that is none. most: of a row, a power of two."""
+
+    firsts: Tensor
+    counts: Tensor
+    most: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
     """One step's tokens on the device, ragged by row; the host knows only the tensors' sizes.
@@ -61,7 +82,8 @@ class DeviceStep:
     block_tables are of the first; more_groups has those of the others. group: whose they are in one
     of `group_steps`. adapters: the tokens that have a LoRA adapter; None where none may. Of layers
     with a recurrence, the first entry of a slot's block table is its state; state_tiles: of
-    the rows after the decodes, None where there are none, or no such layers.
+    the rows after the decodes, None where there are none, or no such layers. queries: where decodes
+    have drafts; all rows are decodes then.
     """
 
     token_ids: Tensor
@@ -77,6 +99,7 @@ class DeviceStep:
     group: int = 0
     adapters: AdapterTiles | None = None
     state_tiles: StateTiles | None = None
+    queries: DecodeQueries | None = None
 
     @property
     def group_steps(self) -> "list[DeviceStep]":

@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction
 
+from penstock.engine.executors.cuda.graphs import drafted_sizes
 from penstock.engine.executors.cuda.pool_mover import piece_bytes, words_of
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.adapters import most_tiles, tile_rows
@@ -40,8 +41,12 @@ from penstock.engine.kernels.blocks import (
 )
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
+    DraftedRows,
+    DraftedTokens,
+    accept_drafts,
     gather_chunks,
     gather_decodes,
+    gather_drafted,
     store_sampled,
     update_table,
 )
@@ -55,7 +60,12 @@ from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
-from penstock.engine.step.device_step import AdapterTiles, DeviceStep, StateTiles
+from penstock.engine.step.device_step import (
+    AdapterTiles,
+    DecodeQueries,
+    DeviceStep,
+    StateTiles,
+)
 from penstock.scheduler.types import SamplingParams
 from tests.support.address_width import narrow_offsets
 
@@ -64,6 +74,7 @@ BLOCK_SIZE = 64
 NUM_SMS = 132
 # As a server's defaults.
 MAX_LORAS, MAX_LORA_RANK = 8, 16
+MOST_DRAFTS = 7
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -390,7 +401,10 @@ class MetaModel:
         num_blocks = [100] * len(layout.pools(config.kv_shape, block_size, 1))
         pool = KVPools(config.kv_shape, layout, num_blocks, block_size, kv_dtype or dtype, META)
         windows = config.attention_windows(block_size)
-        attention = PagedAttention(windows, max_rows, max_tokens, num_sms, META, dtype)
+        self._drafted = drafted_sizes(max_rows, MOST_DRAFTS)
+        attention = PagedAttention(
+            windows, max_rows, max_tokens, num_sms, META, dtype, drafted=self._drafted
+        )
         slots = AdapterSlots(config, MAX_LORAS, MAX_LORA_RANK, dtype, META)
         self.model = FusedModel(llama, pool, attention, max_rows, slots)
         self._pool, self._max_rows, self._block_size = pool, max_rows, block_size
@@ -444,6 +458,38 @@ class MetaModel:
                 copy_blocks(_ints(1, 2), states.inputs)
                 tables = step.group_steps[-1].block_tables
                 snapshot_states(_ints(1, 2), tables, states.matrices, states.inputs)
+        return launches
+
+    def drafted_launches(self, num_tokens: int, num_drafts: int = MOST_DRAFTS) -> list[Launch]:
+        """Of a step of decodes with drafts, of so many tokens. num_drafts: the most of a row."""
+        queries = drafted_sizes(self._max_rows, num_drafts).queries
+        rows = DraftedRows(*_ints(4, num_tokens))
+        tokens = DraftedTokens(*_ints(4, num_tokens))
+        num_slots, num_groups = self._max_rows + 1, len(self._pool.all_groups)
+        kv_slots, tables = _ints(num_groups, num_tokens).long(), _ints(num_groups, num_slots, 128)
+        step = DeviceStep(
+            token_ids=tokens.token_ids,
+            positions=tokens.positions,
+            kv_slots=kv_slots[0],
+            slots=rows.slots,
+            context_lens=_ints(num_tokens),
+            num_decodes=num_tokens,
+            chunk_starts=None,
+            block_tables=tables[0],
+            more_groups=tuple(zip(kv_slots[1:], tables[1:], strict=True)),
+            queries=DecodeQueries(rows.firsts, rows.counts, queries),
+        )
+        lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
+        with recorded() as launches, torch.inference_mode():
+            gather_drafted(
+                rows, queries, lengths, token_table, tables, self._block_size, tokens, kv_slots,
+                step.context_lens, _ints(1), 2,
+            )  # fmt: skip
+            self.model.logits(self.model(step))
+            accept_drafts(
+                _ints(num_tokens), rows, queries, tokens.positions, lengths, token_table,
+                _ints(2, num_tokens), _ints(2, 2 * num_tokens), _ints(1),
+            )  # fmt: skip
         return launches
 
     def _move(self, pool: KVPool) -> None:

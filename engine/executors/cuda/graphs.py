@@ -1,9 +1,18 @@
 """CUDA graphs: one call launches all kernels of a captured step."""
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from penstock.engine.kernels.sizes import next_power_of_2
+from penstock.engine.step.device_step import DraftSizes
+
+# Of tokens, rows and their drafts together. With more a product is no longer bound by reading its
+# weight, so that drafts cost their share of the time; with fewer, padding costs little.
+_DRAFTED_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+# Of a row. The queries of a group of 4 heads are then two of the smallest tiles of matrix units.
+_MOST_QUERIES = 8
 
 Key = TypeVar("Key", bound=Hashable)
 Output = TypeVar("Output")
@@ -18,6 +27,13 @@ def captured_sizes(max_size: int) -> list[int]:
     return [size for size in sizes if size < max_size] + [max_size]
 
 
+def drafted_sizes(max_size: int, num_drafts: int) -> DraftSizes:
+    """Of steps of at most max_size rows, of which each may have so many drafts or more."""
+    queries = min(_MOST_QUERIES, next_power_of_2(1 + num_drafts))
+    most = min(_DRAFTED_SIZES[-1], max_size * queries)
+    return DraftSizes((*(size for size in _DRAFTED_SIZES if size < most), most), queries)
+
+
 class StepGraphs(Generic[Key, Output]):
     """Runs `run(key)` eagerly where there is no GPU, else as a graph that is captured at first use.
 
@@ -26,12 +42,20 @@ class StepGraphs(Generic[Key, Output]):
     """
 
     def __init__(
-        self, run: Callable[[Key], Output], device: torch.device, *, enabled: bool = True
+        self,
+        run: Callable[[Key], Output],
+        device: torch.device,
+        *,
+        enabled: bool = True,
+        beside: "StepGraphs[Any, Any] | None" = None,
     ) -> None:
+        """beside: others that have the same memory pool."""
         self._run = run
         self._is_on = enabled and device.type == "cuda"
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Output]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._is_on else None
+        self._pool = None if beside is None else beside._pool
+        if self._is_on and beside is None:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key: Key) -> Output:
         if not self._is_on:

@@ -11,6 +11,7 @@ from penstock.engine.kernels.attention.gathered import TorchAttention
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.attention.protocol import DeviceAttention
 from penstock.engine.kernels.attention.shape import AttentionShape
+from penstock.engine.step.device_step import DraftSizes
 from penstock.scheduler.errors import InvalidConfig
 
 
@@ -24,11 +25,13 @@ def make_attention(
     max_tokens: int,
     has_sinks: bool = False,
     flash: FlashPrefill | None = None,
+    drafted: DraftSizes | None = None,
 ) -> DeviceAttention:
     """The configured backend. Raises InvalidConfig if it is not available here.
 
     windows: as of `PagedAttention`. max_rows, max_tokens: of one step. has_sinks: whether calls
     give sinks. flash: for chunks, with `auto`, which else is our Triton kernels on every GPU.
+    drafted: where decodes may have drafts, which `takes_drafts` says.
     """
     if config.attention_backend is AttentionBackend.TORCH:
         return TorchAttention()
@@ -52,4 +55,10 @@ def make_attention(
     num_sms = 1
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return PagedAttention(windows, max_rows, max_tokens, num_sms, device, dtype, flash=flash)
+    sizes = max_rows, max_tokens, num_sms
+    return PagedAttention(windows, *sizes, device, dtype, flash=flash, drafted=drafted)
+
+
+def takes_drafts(config: EngineConfig) -> bool:
+    """Whether the configured backend computes several queries of a decode."""
+    return config.attention_backend in (AttentionBackend.AUTO, AttentionBackend.TRITON)

@@ -1,6 +1,6 @@
 """The Triton attention kernels agree with the reference, for rows of different lengths."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages, decode
-from penstock.engine.step.device_step import Rotation
+from penstock.engine.step.device_step import DecodeQueries, DraftSizes, Rotation
 from penstock.engine.step.model_input import ModelInput
 from tests.support.kernels import DEVICE, DTYPES, ON_GPU, TOLERANCE, coded, error, poisoned, random
 from tests.support.reference_attention import reference_attention
@@ -155,6 +155,66 @@ def test_decode_and_prefill_read_codes_as_the_reference_reads_their_values(
         rows.out,
     )  # fmt: skip
     assert rows.error(window) < TOLERANCE[dtype]
+
+
+def _queries(counts: list[int], most: int) -> DecodeQueries:
+    """Of tokens one after the other, in as many rows as there are tokens."""
+    absent = [0] * (sum(counts) - len(counts))
+    firsts = [0, *torch.tensor(counts).cumsum(0).tolist()[:-1], *absent]
+    columns = torch.tensor([firsts, [*counts, *absent]], dtype=torch.int32, device=DEVICE)
+    return DecodeQueries(*columns, most)
+
+
+def _decode_queries(
+    shape: AttentionShape, rows: Rows, counts: list[int], most: int, layer: LayerContext
+) -> PagedDecode:
+    decode = PagedDecode(
+        shape, max_rows=4, num_sms=2, device=DEVICE, drafted=DraftSizes((32,), most)
+    )
+    zeros = torch.zeros(sum(counts) - len(counts), dtype=torch.int32, device=DEVICE)
+    lengths, slots = torch.cat((rows.lengths, zeros)), torch.cat((rows.slots, zeros))
+    decode.plan(lengths, slots, layer.window, _queries(counts, most))
+    decode(rows.query, layer, rows.tables, rows.out, most_queries=most)
+    return decode
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("shape", "most"), [(SHAPES[0], 2), (SHAPES[1], 4), (SHAPES[2], 8), (SHAPES[1], 8)]
+)
+def test_a_row_of_several_queries_agrees_with_the_reference(
+    shape: AttentionShape, most: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Whose tokens are in one piece or in two, at the ends of tiles and of blocks."""
+    lengths = [most, 64, 66, 129, 1100, 1]
+    counts = [most, 2, min(most, 4), most, 1, 1]
+    rows = Rows(shape, lengths, counts, dtype)
+    layer = rows.layer(window, 3 * random(shape.num_heads) if most == 4 else None)
+    decode = _decode_queries(shape, rows, counts, most, layer)
+    assert rows.error(window, layer.sinks) < TOLERANCE[dtype]
+    first = decode.work_list(window).first_item[: len(counts) + 1].tolist()
+    assert window is not None or max(b - a for a, b in pairwise(first)) > 2
+
+
+@pytest.mark.parametrize("kv_dtype", LIMITS)
+def test_several_queries_read_codes_too(kv_dtype: torch.dtype) -> None:
+    counts = [3, 4, 1]
+    rows = Rows(SHAPES[1], [65, 170, 5], counts, torch.float32, kv_dtype)
+    _decode_queries(SHAPES[1], rows, counts, 4, rows.layer(120))
+    assert rows.error(120) < TOLERANCE[torch.float32]
+
+
+def test_a_query_beside_others_has_the_bits_that_it_has_alone() -> None:
+    """Where the pieces are the same."""
+    shape, lengths, counts = SHAPES[1], [600, 70], [4, 3]
+    rows = Rows(shape, lengths, counts, torch.float32)
+    _decode_queries(shape, rows, counts, 4, rows.layer(None))
+    alone = PagedDecode(shape, max_rows=4, num_sms=2, device=DEVICE)
+    out = torch.empty_like(rows.out[:2])
+    alone.plan(rows.lengths, rows.slots, None)
+    alone(rows.query[[3, 6]], rows.layer(None), rows.tables, out)
+    assert torch.equal(rows.out[[3, 6]], out)
 
 
 def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:

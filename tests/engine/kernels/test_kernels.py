@@ -21,8 +21,12 @@ from penstock.engine.kernels.linear import (
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
+    DraftedRows,
+    DraftedTokens,
+    accept_drafts,
     gather_chunks,
     gather_decodes,
+    gather_drafted,
     store_sampled,
     update_table,
 )
@@ -428,6 +432,105 @@ def test_a_decode_beside_chunks_starts_where_the_device_says() -> None:
         assert found == [*(int(blocks[slot, p // 4]) * 4 + p % 4 for slot, p in at), -1, -1]
     assert context_lens.tolist() == [32, 8, 17, 0] and decode_lens.tolist() == [32, 8, 0, 0]
     assert tables.lengths.tolist() == [8, 0, 17, 0, 32, 0]
+
+
+def _drafted(rows: list[tuple[int, list[int]]]) -> DraftedRows:
+    """Of these slots and drafts, then rows of no token."""
+    counts = [1 + len(drafts) for _, drafts in rows]
+    absent = [0] * (sum(counts) - len(rows))
+    firsts = [0, *torch.tensor(counts).cumsum(0).tolist()[:-1]]
+    columns = (
+        [*(slot for slot, _ in rows), *absent],
+        [*firsts, *absent],
+        [*counts, *absent],
+        [each for _, drafts in rows for each in (-7, *drafts)],
+    )
+    return DraftedRows(*torch.tensor(columns, dtype=torch.int32, device=DEVICE))
+
+
+def test_a_decodes_drafts_come_after_its_last_known_token() -> None:
+    tables = Tables()
+    groups = torch.stack([tables.block_tables, tables.block_tables.flip(0)])
+    rows = _drafted([(4, []), (0, [101, 102, 103]), (2, [201]), (5, [])])  # 5 pads
+    before = tables.lengths.tolist()
+    buffers = torch.full((5, 8), -1, dtype=torch.int32, device=DEVICE)
+    tokens, context_lens = DraftedTokens(*buffers[:4]), buffers[4]
+    kv_slots, turn = torch.full((2, 10), -1, device=DEVICE), buffers.new_ones(1)
+    gather_drafted(
+        rows, 4, tables.lengths, tables.token_table, groups, tables.block_size, tokens, kv_slots,
+        context_lens, turn, 2,
+    )  # fmt: skip
+    at = [(4, 31), (0, 7), (0, 8), (0, 9), (0, 10), (2, 16), (2, 17), (5, 0)]
+    known = [tables.expected(*at[index])[0] for index in (0, 1, 5, 7)]
+    expected = [known[0], known[1], 101, 102, 103, known[2], 201, known[3]]
+    assert tokens.token_ids.tolist() == expected
+    assert tokens.positions.tolist() == [position for _, position in at]
+    assert tokens.slots.tolist() == [slot for slot, _ in at]
+    assert tokens.next_positions.tolist() == [position + 1 for _, position in at]
+    for blocks, found in zip(groups, kv_slots.tolist(), strict=True):
+        assert found == [*(int(blocks[slot, p // 4]) * 4 + p % 4 for slot, p in at), -1, -1]
+    assert context_lens.tolist() == [32, 11, 18, 1, 0, 0, 0, 0]
+    assert tables.lengths.tolist() == before and turn.tolist() == [0]
+
+
+# The drafts of a row, the ids that are sampled after its tokens, and those that it gets.
+ACCEPTED = [
+    ([], [9], [9]),
+    ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8]),
+    ([5, 6, 7], [5, 6, 1, 8], [5, 6, 1]),
+    ([5, 6, 7], [1, 6, 7, 8], [1]),
+    ([5, 6], [5, -1, 8], [5]),  # what is invalid is left to the next step
+    ([5, 6], [-1, 6, 8], [-1]),
+    ([5], [5, -1], [5]),
+]
+
+
+def test_a_row_gets_its_ids_up_to_the_first_that_is_not_the_draft() -> None:
+    """Of more rows than a program has; a second call takes the place of the first."""
+    cases = [ACCEPTED[number % len(ACCEPTED)] for number in range(20)]
+    rows = _drafted([(slot, drafts) for slot, (drafts, _, _) in enumerate(cases)])
+    num_tokens, num_slots = len(rows.slots), len(cases)
+    ids = torch.tensor([each for _, sampled, _ in cases for each in sampled], device=DEVICE)
+    starts = torch.arange(3, 3 + num_slots, dtype=torch.int32, device=DEVICE)
+    positions = torch.full_like(rows.slots, -1)
+    positions[rows.firsts[:num_slots].long()] = starts
+    table = torch.full((num_slots + 1, 40), -5, dtype=torch.int32, device=DEVICE)
+    lengths = torch.cat((starts, starts.new_zeros(1)))
+    accepted = torch.full((2, num_tokens + 3), -9, dtype=torch.int32, device=DEVICE)
+    host = torch.full((2, 2 * (num_tokens + 3)), -9, dtype=torch.int32, pin_memory=ON_GPU)
+    turn = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    wrong = torch.full_like(ids, 5)
+    for sampled in (wrong, ids):
+        accept_drafts(
+            sampled, rows, 4, positions, lengths, table, accepted[:, :num_tokens], host, turn
+        )
+    if ON_GPU:
+        torch.cuda.synchronize()
+    nums = [len(kept) for _, _, kept in cases]
+    assert lengths.tolist() == [3 + row + num for row, num in enumerate(nums)] + [0]
+    for row, (_, _, kept) in enumerate(cases):
+        after = table[row, 4 + row : 4 + row + len(kept)].tolist()
+        assert after == [max(0, each) for each in kept]
+        assert (table[row, : 4 + row] == -5).all()
+    for found in (accepted.cpu(), host[1].view(2, -1)):
+        assert found[0, :num_slots].tolist() == nums
+        assert found[1, :num_tokens].tolist() == ids.tolist()
+        assert (found[:, num_tokens:] == -9).all()
+    assert (host[0] == -9).all()
+
+
+def test_a_row_that_pads_changes_no_length() -> None:
+    tables = Tables()
+    rows = _drafted([(4, [8]), (5, [])])  # 5 pads
+    before = tables.lengths.tolist()
+    ids, positions = (
+        torch.tensor(values, dtype=torch.int32, device=DEVICE)
+        for values in ([8, 3, 111], [20, 21, 0])
+    )
+    accepted = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    accept_drafts(ids, rows, 2, positions, tables.lengths, tables.token_table, accepted)
+    assert tables.lengths.tolist() == [*before[:4], 22, 0]
+    assert tables.token_table[4, 21:23].tolist() == [8, 3]
 
 
 def test_a_step_writes_its_ids_back_to_its_slots() -> None:

@@ -6,7 +6,9 @@ listed on the device once a step, and all layers share the list. So a captured C
 for any lengths. As many programs as the device holds take the pieces in turn, so none starts in
 vain. The one that finishes a row's last piece combines them by their log-sum-exps, always in the
 row's order. In a step of decodes alone, the same kernel rotates queries and keys, and stores the
-new keys and values: one launch a layer.
+new keys and values: one launch a layer. A row with drafts has a few queries, which are rows of the
+same tiles, so that its keys are read once; a kernel before rotates them, since the new keys of a
+row may be in two pieces.
 
 Prefill is bound by arithmetic: each tile has some query tokens of one sequence, with all the query
 heads of one KV head, and loops over the keys that they attend to.

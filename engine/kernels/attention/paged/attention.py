@@ -12,7 +12,7 @@ from penstock.engine.kernels.attention.paged.prefill import PagedPrefill
 from penstock.engine.kernels.attention.protocol import LayerContext
 from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.memory.pool.kv_codes import KVPages
-from penstock.engine.step.device_step import DeviceStep, Rotation
+from penstock.engine.step.device_step import DeviceStep, DraftSizes, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,18 @@ class PagedAttention:
         *,
         decodes_per_sm: int = DECODES_PER_SM,
         flash: FlashPrefill | None = None,
+        drafted: DraftSizes | None = None,
     ) -> None:
         """windows: all that the model's layers have, by the shape of these. max_rows, max_tokens:
         of one step. dtype: of queries; keys and values have it too, or are codes. flash: for
-        chunks in layers that it fits."""
+        chunks in layers that it fits. drafted: None where no row has drafts."""
         self._flash = flash
         self._kinds = {
             (shape.num_kv_heads, shape.head_dim): _Kind(
                 each,
-                PagedDecode(shape, max_rows, num_sms, device, per_sm=decodes_per_sm),
+                PagedDecode(
+                    shape, max_rows, num_sms, device, per_sm=decodes_per_sm, drafted=drafted
+                ),
                 PagedPrefill(shape, max_rows, max_tokens, num_sms, device, dtype),
                 flash if shape.is_flash else None,
             )
@@ -70,14 +73,16 @@ class PagedAttention:
             if step.num_decodes:
                 slots = step.slots[: step.num_decodes]
                 for window in kind.windows:
-                    kind.decode.plan(step.lens_of_decodes, slots, window)
+                    kind.decode.plan(step.lens_of_decodes, slots, window, step.queries)
             if step.chunk_starts is not None:
                 kind.prefill.plan(step.chunk_starts)
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
         num, first, tables = step.num_decodes, step.first_chunk, step.block_tables
         slots, lens, kind = step.slots[first:], step.context_lens[first:], self._kind(layer.keys)
-        if num:
+        if step.queries is not None:
+            kind.decode(query, layer, tables, out, most_queries=step.queries.most)
+        elif num:
             kind.decode(query[:num], layer, tables, out[:num])
         if kind.flash is not None and kind.flash.takes(step):
             kind.flash(query[first:], layer, step, out[first:])

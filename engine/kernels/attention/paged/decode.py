@@ -1,4 +1,7 @@
-"""`PagedDecode`: launches the kernels of rows with one query token each."""
+"""`PagedDecode`: launches the kernels of rows that read their keys once, for one query token each or
+for a few."""
+
+from functools import cache
 
 import torch
 import triton
@@ -24,12 +27,19 @@ from penstock.engine.kernels.kv_codes import (
 )
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import next_power_of_2
-from penstock.engine.step.device_step import Rotation, rotation_arguments
+from penstock.engine.step.device_step import (
+    DecodeQueries,
+    DraftSizes,
+    Rotation,
+    rotation_arguments,
+)
 
 # Keys in a tile. A tile is within one block if blocks are at least as large.
 _TILE = 64
 # Programs of a decode that a multiprocessor holds, by shared memory at head size 128.
 DECODES_PER_SM = 3
+# Where a tile has more queries than the matrix units' smallest one.
+_LARGE_PER_SM = 2
 # While there is less than this for each program, all pieces run at once; with more, in several
 # rounds, so that little of the device is idle in the last one.
 _LONG_PIECE = 512
@@ -37,11 +47,13 @@ _LONG_PIECE = 512
 _PIECES_PER_SM = 8
 # The pieces of a row that are combined at a time; fewer where these would have more numbers.
 _COMBINED, _MOST_COMBINED = 8, 8192
+# Of queries by dimensions. Larger sums would take too many of a thread's registers.
+_SUMS_OF_4_WARPS = 8192
 
 
 class PagedDecode:
-    """One query token per row. Owns the work lists and partial results. `plan` once a step, then
-    call it for each layer."""
+    """One query token per row, or a few where rows have drafts. Owns the work lists and partial
+    results. `plan` once a step, then call it for each layer."""
 
     def __init__(
         self,
@@ -51,44 +63,51 @@ class PagedDecode:
         device: torch.device,
         *,
         per_sm: int = DECODES_PER_SM,
+        drafted: DraftSizes | None = None,
     ) -> None:
-        """num_sms: multiprocessors of the device. per_sm: programs for each. Allocates some MB."""
+        """num_sms: multiprocessors of the device. per_sm: programs for each. drafted: None where no
+        row has drafts. Allocates some MB, or some tens where rows have any."""
         self._shape = shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self._num_programs = per_sm * num_sms
-        self._at_once = max(1, self._num_programs // kv_heads)
+        self._num_sms, self._per_sm = num_sms, per_sm
         self._num_pieces = max(1, _PIECES_PER_SM * num_sms // kv_heads)
-        max_items = self._num_pieces + max_rows
+        num_partial = self._num_pieces + max_rows
+        if drafted is not None:
+            num_drafted = self._num_pieces + drafted.most_tokens
+            num_partial = max(num_partial, num_drafted * drafted.queries)
+            max_rows = max(max_rows, drafted.most_tokens)
         self._max_rows = max_rows
         self._device = device
         self._lists: dict[int | None, WorkList] = {}
-        self._partial = torch.empty(max_items, heads, dim, dtype=torch.float32, device=device)
-        self._lse = torch.empty(max_items, heads, dtype=torch.float32, device=device)
-        group_size = next_power_of_2(shape.group)
-        combined = _MOST_COMBINED // (group_size * next_power_of_2(dim))
-        self._constants = shape_constants(shape) | {
-            "GROUP_ROWS": max(16, group_size),
-            "GROUP_SIZE": group_size,
-            "COMBINED": max(1, min(_COMBINED, combined)),
-        }
+        self._partial = torch.empty(num_partial, heads, dim, dtype=torch.float32, device=device)
+        self._lse = torch.empty(num_partial, heads, dtype=torch.float32, device=device)
         # Pieces of each row that have been computed; zeros between two launches.
         self._arrived = torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device)
 
-    def plan(self, context_lens: Tensor, row_slots: Tensor, window: int | None) -> None:
-        """Lists the pieces of rows with these lengths, (B,) int32, this step's token included.
+    def plan(
+        self,
+        context_lens: Tensor,
+        row_slots: Tensor,
+        window: int | None,
+        queries: DecodeQueries | None = None,
+    ) -> None:
+        """Lists the pieces of rows with these lengths, (B,) int32, this step's tokens included.
 
-        row_slots: (B,) int32. Call it once a step for each window that the model's layers have. A
-        row of length 0 is skipped: nothing is written for it.
+        row_slots: (B,) int32. queries: None where each row has one. Call it once a step for each
+        window that the model's layers have. A row of length 0 is skipped: nothing is written for
+        it.
         """
         num_rows = len(context_lens)
         assert num_rows <= self._max_rows, (num_rows, self._max_rows)
         if window not in self._lists:  # in a graph, every replay would fill it with zeros
             max_items = self._num_pieces + self._max_rows
             self._lists[window] = WorkList.empty(max_items, self._max_rows, self._device)
-        work = self._lists[window]
+        work, most_queries = self._lists[window], 1 if queries is None else queries.most
+        at_once = max(1, self._num_programs(most_queries) // self._shape.num_kv_heads)
         _plan_decode[(1,)](
-            context_lens, row_slots, work.items, work.first_item, num_rows, window or 0,
-            self._num_pieces, self._at_once,
+            context_lens, row_slots, work.items, work.first_item, work.tokens, num_rows,
+            window or 0, self._num_pieces, at_once,
+            *((None, None) if queries is None else (queries.firsts, queries.counts)),
             LONG=_LONG_PIECE, TILE=_TILE, ROWS=next_power_of_2(self._max_rows), num_warps=4,
             **overlapped(),
         )  # fmt: skip
@@ -101,55 +120,85 @@ class PagedDecode:
         out: Tensor,
         rotation: Rotation | None = None,
         kv_slots: Tensor | None = None,
+        most_queries: int = 1,
     ) -> None:
-        """Writes out, (B, num_heads, head_dim), of the rows that were planned.
+        """Writes out, (T, num_heads, head_dim), of the rows that were planned.
 
         query: like out. block_tables: (num_slots, max_blocks) int32. rotation: if given, query is
-        the projection instead, (B, (num_heads + kv_parts * num_kv_heads) * head_dim), and its keys
-        and values are written to kv_slots, (B,) int64.
+        the projection instead, (T, (num_heads + kv_parts * num_kv_heads) * head_dim), and its keys
+        and values are written to kv_slots, (T,) int64; of rows with one query. most_queries: of a
+        row, a power of two.
         """
+        assert rotation is None or most_queries == 1, most_queries
         shape, work, num_rows = self._shape, self._lists[layer.window], len(out)
         pages = pointers(layer.keys, layer.values)
         is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
+        constants = dict(_constants(shape, most_queries))
         most = (self._num_pieces + num_rows) * shape.num_kv_heads
-        _decode[(min(self._num_programs, most),)](
+        _decode[(min(self._num_programs(most_queries), most),)](
             query, *pages, block_tables, work.items, work.first_item, out, self._partial,
             self._lse, self._arrived, layer.sinks, num_rows, block_tables.stride(0),
             layer.window or 0, shape.head_dim**-0.5 * LOG2_E, kv_slots=kv_slots,
             **rotation_arguments(rotation, shape.head_dim), ROTATES=rotation is not None,
-            **self._constants, **overlapped(),
-            **_options(shape, is_wide=is_wide, is_coded=pages[2] is not None),
+            **constants, **overlapped(),
+            **_options(constants, is_wide=is_wide, is_coded=pages[2] is not None),
         )  # fmt: skip
+        if most_queries > 1:
+            for name in ("GROUP_ROWS", "BLOCK_SIZE"):
+                del constants[name]
+            _combine_queries[(num_rows, shape.num_kv_heads)](
+                work.tokens, out, self._partial, self._lse, **constants, num_warps=4,
+                **overlapped(),
+            )  # fmt: skip
+
+    def _num_programs(self, most_queries: int) -> int:
+        """That the device holds, of such rows."""
+        is_large = _constants(self._shape, most_queries)["GROUP_ROWS"] > 16
+        return self._num_sms * (min(self._per_sm, _LARGE_PER_SM) if is_large else self._per_sm)
 
     def work_list(self, window: int | None) -> WorkList:
         """The pieces that the last `plan` with this window listed."""
         return self._lists[window]
 
 
-def _options(shape: AttentionShape, *, is_wide: bool, is_coded: bool) -> dict[str, int | None]:
+@cache
+def _constants(shape: AttentionShape, most_queries: int) -> dict[str, int]:
+    """Those of rows with so many queries."""
+    constants, group_size = shape_constants(shape), next_power_of_2(shape.group)
+    combined = _MOST_COMBINED // (group_size * next_power_of_2(shape.head_dim))
+    return constants | {
+        "GROUP_ROWS": max(16, group_size * most_queries),
+        "GROUP_SIZE": group_size,
+        "QUERIES": most_queries,
+        "COMBINED": max(1, min(_COMBINED, combined)),
+    }
+
+
+def _options(constants: dict[str, int], *, is_wide: bool, is_coded: bool) -> dict[str, int | None]:
     """TILE: keys in a tile. In float32, two tiles of 64 would not fit, and their products would
     spill registers; so would the numbers that codes are converted to, and heads of 512 dimensions.
     """
-    is_large = is_wide or shape.head_dim > 128
+    head_dim, num_sums = constants["HEAD_DIM"], constants["GROUP_ROWS"] * constants["DIMS"]
+    is_large = is_wide or head_dim > 128
     return {
-        "TILE": _TILE >> (is_wide or is_coded) >> (shape.head_dim > 256),
-        "num_warps": 4,
+        "TILE": _TILE >> (is_wide or is_coded) >> (head_dim > 256),
+        "num_warps": 4 if num_sums <= _SUMS_OF_4_WARPS else 8,
         # The block table's indirection takes half of the stages: with five, two tiles are in
         # flight, 64 KiB of them at head size 128, and three programs fit a multiprocessor. Of codes
         # twice as many, of a quarter of the size each.
         "num_stages": 3 if is_large else 9 if is_coded else 5,
         # Three programs have so many each. Some compilers take more, for the rotation.
-        "maxnreg": None if is_large else 168,
+        "maxnreg": None if is_large or num_sums > _SUMS_OF_4_WARPS else 168,
     }
 
 
 @triton.jit(
     do_not_specialize=["num_rows", "window", "num_pieces", "at_once"],
-    do_not_specialize_on_alignment=["context_lens", "row_slots"],
+    do_not_specialize_on_alignment=["context_lens", "row_slots", "firsts", "counts"],
 )
 def _plan_decode(
-    context_lens, row_slots, items, first_item, num_rows, window, num_pieces, at_once,
-    LONG: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    context_lens, row_slots, items, first_item, tokens, num_rows, window, num_pieces, at_once,
+    firsts, counts, LONG: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: pieces of equal length for all rows, about at_once in total, or about num_pieces
     where they would be longer than LONG."""
@@ -158,7 +207,13 @@ def _plan_decode(
     is_row = row < num_rows
     end = tl.load(context_lens + row, mask=is_row, other=0)
     slot = tl.load(row_slots + row, mask=is_row, other=0)
-    begin = tl.where(window > 0, tl.maximum(end - window, 0) // TILE * TILE, 0)
+    token = row
+    oldest = end  # the length at the first query
+    if counts is not None:
+        token = tl.load(firsts + row, mask=is_row, other=0)
+        num_queries = tl.load(counts + row, mask=is_row, other=0)
+        oldest = end - num_queries + 1
+    begin = tl.where(window > 0, tl.maximum(oldest - window, 0) // TILE * TILE, 0)
     length = end - begin
     total = tl.sum(length)
     piece = tl.maximum(tl.cdiv(tl.cdiv(total, num_pieces), TILE) * TILE, TILE)
@@ -174,13 +229,22 @@ def _plan_decode(
         has = is_row & (index < count)
         item = items + (first + index) * 8
         start = begin + index * step
-        tl.store(item, row, mask=has)
+        tl.store(item, token, mask=has)
         tl.store(item + 1, start, mask=has)
         tl.store(item + 2, tl.minimum(start + step, end), mask=has)
         tl.store(item + 3, count, mask=has)
         tl.store(item + 4, first, mask=has)
         tl.store(item + 5, slot, mask=has)
         tl.store(item + 6, end, mask=has)
+        if counts is not None:
+            tl.store(item + 7, num_queries, mask=has)
+    if counts is not None:
+        for query in range(0, tl.max(num_queries)):
+            has = is_row & (query < num_queries)
+            place = tokens + (token + query) * 4
+            tl.store(place, first, mask=has)
+            tl.store(place + 1, count, mask=has)
+            tl.store(place + 2, query + first * 0, mask=has)
 
 
 @triton.jit
@@ -255,12 +319,31 @@ def _coded(x, kind: tl.constexpr):
 
 
 @triton.jit
+def _heads(
+    member, kv_head, num_queries,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """The heads of the queries that a tile has, those of one token next to each other; the number
+    of each among all heads of the row's tokens; and whether there is such a one."""
+    head = kv_head * GROUP + member
+    place = head
+    is_head = member < GROUP
+    if QUERIES > 1:
+        query = member // GROUP_SIZE
+        head = kv_head * GROUP + member % GROUP_SIZE
+        place = query * NUM_HEADS + head
+        is_head = (member % GROUP_SIZE < GROUP) & (query < num_queries)
+    return head, place, is_head
+
+
+@triton.jit
 def _combine(
     partial, lse, first, count, kv_head, target,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's query heads of one KV head from its pieces. target: of the row."""
+    """Writes a query's heads of one KV head from its row's pieces. partial, lse: of that query in
+    piece 0. target: of the query."""
     dim = tl.arange(0, DIMS)
     member = tl.arange(0, GROUP_SIZE)
     head = kv_head * GROUP + member
@@ -271,7 +354,7 @@ def _combine(
     for start in range(0, count, COMBINED):
         piece = start + tl.arange(0, COMBINED)
         is_piece = piece < count
-        at = (first + piece).to(tl.int64)[:, None] * NUM_HEADS + head[None, :]
+        at = (first + piece).to(tl.int64)[:, None] * (QUERIES * NUM_HEADS) + head[None, :]
         mask = is_piece[:, None] & (member < GROUP)[None, :]
         # Other programs have just written them: they are in L2, not in this multiprocessor's L1.
         size = tl.load(lse + at, mask=mask, other=-1.0e30, cache_modifier=".cg")
@@ -288,6 +371,27 @@ def _combine(
         peak = new_peak
     offset = head[:, None] * HEAD_DIM + dim[None, :]
     tl.store(target + offset, (acc / total[:, None]).to(target.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _combine_queries(
+    tokens, out, partial, lse,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, COMBINED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One query's heads of one KV head, where its row has several pieces."""
+    wait_for_kernels_before(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.load(tokens + token * 4)
+    count = tl.load(tokens + token * 4 + 1)
+    query = tl.load(tokens + token * 4 + 2).to(tl.int64)
+    if count > 1:
+        _combine(
+            partial + query * NUM_HEADS * HEAD_DIM, lse + query * NUM_HEADS, first, count,
+            tl.program_id(1), out + token * NUM_HEADS * HEAD_DIM,
+            NUM_HEADS, HEAD_DIM, DIMS, NUM_HEADS // NUM_KV_HEADS, GROUP_SIZE, QUERIES, COMBINED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -326,35 +430,37 @@ def _store_new(
 
 @triton.jit
 def _store_piece(
-    acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
+    acc, peak, total, item, first, count, row, kv_head, place, is_head, out, partial, lse, arrived,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    COMBINED: tl.constexpr,
+    DIMS: tl.constexpr, GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, COMBINED: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's only piece to out; else one of several, which the last to arrive combines."""
+    """Writes a row's only piece to out; else one of several, which the last to arrive combines, or
+    `_combine_queries` where rows have several queries: for one program that is too much."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    member = tl.arange(0, GROUP_ROWS)
     dim = tl.arange(0, DIMS)
-    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    head = kv_head * GROUP + member
-    offset = head[:, None] * HEAD_DIM + dim[None, :]
+    is_there = is_head[:, None] & (dim < HEAD_DIM)[None, :]
+    offset = place[:, None] * HEAD_DIM + dim[None, :]
+    if QUERIES > 1:
+        # Of a piece after a query, or behind its window, that query has seen nothing.
+        total = tl.where(total > 0, total, 1.0)
     mixed = acc / total[:, None]
     target = out + row * NUM_HEADS * HEAD_DIM
     if count == 1:
         tl.store(target + offset, mixed.to(out.dtype.element_ty), mask=is_there)
     else:
-        wide = item.to(tl.int64) * NUM_HEADS
+        wide = item.to(tl.int64) * (QUERIES * NUM_HEADS)
         tl.store(partial + wide * HEAD_DIM + offset, mixed, mask=is_there)
-        tl.store(lse + wide + head, peak + tl.log2(total), mask=member < GROUP)
-        # Before the one thread that counts, all of them have stored.
-        tl.debug_barrier()
-        counter = arrived + row * NUM_KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-            _combine(
-                partial, lse, first, count, kv_head, target,
-                NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, COMBINED,
-            )  # fmt: skip
-            tl.store(counter, 0)
+        tl.store(lse + wide + place, peak + tl.log2(total), mask=is_head)
+        if QUERIES == 1:
+            # Before the one thread that counts, all of them have stored.
+            tl.debug_barrier()
+            counter = arrived + row * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                _combine(
+                    partial, lse, first, count, kv_head, target,
+                    NUM_HEADS, HEAD_DIM, DIMS, GROUP, GROUP_SIZE, QUERIES, COMBINED,
+                )  # fmt: skip
+                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
@@ -365,7 +471,8 @@ def _decode(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr,
     KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Pieces of rows, for all query heads of one KV head each, one after the other."""
     wait_for_kernels_before(PDL)
@@ -373,7 +480,6 @@ def _decode(
     QUERY_HEADS: tl.constexpr = NUM_HEADS + KV_PARTS * NUM_KV_HEADS if ROTATES else NUM_HEADS
     member = tl.arange(0, GROUP_ROWS)
     dim = tl.arange(0, DIMS)
-    is_there = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     num_work = tl.load(first_item + num_rows) * NUM_KV_HEADS
     for work in range(tl.program_id(0), num_work, tl.num_programs(0)):
         item = work // NUM_KV_HEADS
@@ -385,8 +491,14 @@ def _decode(
         first = tl.load(items + item * 8 + 4)
         slot = tl.load(items + item * 8 + 5).to(tl.int64)
         context_len = tl.load(items + item * 8 + 6)
+        num_queries = 1
+        if QUERIES > 1:
+            num_queries = tl.load(items + item * 8 + 7)
         table = block_tables + slot * table_stride
-        head = kv_head * GROUP + member
+        head, place, is_head = _heads(
+            member, kv_head, num_queries, NUM_HEADS, GROUP, GROUP_SIZE, QUERIES
+        )
+        is_there = is_head[:, None] & (dim < HEAD_DIM)[None, :]
         source = query + row * QUERY_HEADS * HEAD_DIM
         if ROTATES:
             position = (context_len - 1).to(tl.int64)
@@ -407,16 +519,18 @@ def _decode(
                     NORMS_VALUES,
                 )  # fmt: skip
         else:
-            offset = head[:, None] * HEAD_DIM + dim[None, :]
+            offset = place[:, None] * HEAD_DIM + dim[None, :]
             q = tl.load(source + offset, mask=is_there, other=0.0)
         query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
+        if QUERIES > 1:
+            query_position += member // GROUP_SIZE - num_queries + 1
 
         acc = tl.zeros((GROUP_ROWS, DIMS), tl.float32)
         peak = tl.full((GROUP_ROWS,), -1.0e30, tl.float32)
         total = tl.zeros((GROUP_ROWS,), tl.float32)
         if sinks is not None:
             # A score more, of the row's first piece alone.
-            sink = sink_scores(sinks, head, member < GROUP)
+            sink = sink_scores(sinks, head, is_head)
             peak = tl.where(item == first, sink, peak)
             total = tl.where(item == first, 1.0, total)
         for start in range(begin, end, TILE):
@@ -426,6 +540,7 @@ def _decode(
                 NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         _store_piece(
-            acc, peak, total, item, first, count, row, kv_head, out, partial, lse, arrived,
-            NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, GROUP_ROWS, GROUP_SIZE, COMBINED,
+            acc, peak, total, item, first, count, row, kv_head, place, is_head, out, partial, lse,
+            arrived,
+            NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DIMS, GROUP_SIZE, QUERIES, COMBINED,
         )  # fmt: skip

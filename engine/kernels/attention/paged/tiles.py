@@ -13,8 +13,9 @@ from penstock.engine.kernels.sizes import next_power_of_2
 
 # Only test models have such small heads: in the interpreter, many small tiles are slow.
 SMALL_HEAD = 16
-# Fields of a work item of a decode: row, begin, end, how many pieces its row has, the first of
-# them, the row's slot and context. Of a prefill: row, begin, end. In a sector of the cache each.
+# Fields of a work item of a decode: the row's first token, begin, end, how many pieces the row has,
+# the first of them, its slot, context and, where rows have drafts, queries. Of a prefill: row,
+# begin, end. In a sector of the cache each.
 ITEM = 8
 LOG2_E = 1.4426950408889634
 
@@ -24,16 +25,20 @@ class WorkList:
     """The pieces that a step's attention consists of, on the device.
 
     items: (max_items, 8) int32, see `ITEM`. first_item: (max_rows + 1,) int32, where each row's
-    items begin; the last entry is their number.
+    items begin; the last entry is their number. tokens: (max_rows, 4) int32, of a decode whose rows
+    have drafts: by token its row's first item, how many that has, and which of its queries it is.
     """
 
     items: Tensor
     first_item: Tensor
+    tokens: Tensor
 
     @classmethod
     def empty(cls, max_items: int, max_rows: int, device: torch.device) -> "WorkList":
-        items = torch.zeros(max_items, ITEM, dtype=torch.int32, device=device)
-        return cls(items, torch.zeros(max_rows + 1, dtype=torch.int32, device=device))
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        return cls(empty(max_items, ITEM), empty(max_rows + 1), empty(max_rows, 4))
 
 
 def shape_constants(shape: AttentionShape) -> dict[str, int]:

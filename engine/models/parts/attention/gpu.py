@@ -64,7 +64,8 @@ class FusedAttention:
         attention, context, rotation = self._attention, self._context, self._rotation
         if self._layer.config.norms_whole:
             self._norm_whole(projected)
-        if step.chunk_starts is None and isinstance(attention, RotatingAttention):
+        is_single = step.chunk_starts is None and step.queries is None
+        if is_single and isinstance(attention, RotatingAttention):
             attention.rotated(projected, rotation, context, step, out)
             return
         query, pages = torch.empty_like(out), (context.keys, context.values)
