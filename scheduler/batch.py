@@ -187,7 +187,7 @@ def work_of(
         batch.num_scored,
         tuple([_attention_work(decodes, chunks, drafted, window) for window in windows]),
         None,
-        graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0),
+        graph_sizes.padding(num_tokens, has_chunks=num_chunks > 0, has_drafts=bool(drafted)),
         num_chunks,
     )
 

@@ -179,16 +179,18 @@ class AttentionWork(NamedTuple):
 class GraphSizes(NamedTuple):
     """The numbers of tokens for which a device's graphs exist, ascending: it pads a step to the
     next larger one. decodes: of steps of decodes alone. chunks: of steps with prefill chunks.
+    drafts: of steps of decodes that have drafts.
 
     A step that is larger than all of them is not padded.
     """
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
-    def padding(self, num_tokens: int, *, has_chunks: bool) -> int:
+    def padding(self, num_tokens: int, *, has_chunks: bool, has_drafts: bool = False) -> int:
         """Tokens that are computed in vain."""
-        sizes = self.chunks if has_chunks else self.decodes
+        sizes = self.chunks if has_chunks else self.drafts if has_drafts else self.decodes
         index = bisect_left(sizes, num_tokens)
         return sizes[index] - num_tokens if index < len(sizes) else 0
 

@@ -162,12 +162,15 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
             return None
         raise InvalidConfig(
             "--speculative-config needs the compiled step of a CPU, and no stages where a model "
-            "has recurrent layers; leave it out"
+            "has recurrent layers; or one GPU, --attention-backend triton and a model without "
+            "recurrent layers; leave it out"
         )
     sources: list[Source] = [Prediction(), OwnText()]
     if wanted.method is not DraftMethod.NGRAM:
         sources.append(FinishedAnswers())
-    return Drafter(sources, wanted.num_speculative_tokens, step_model, info.proposes)
+    return Drafter(
+        sources, wanted.num_speculative_tokens, step_model, info.proposes, info.draft_limits
+    )
 
 
 def _measurement(info: ModelInfo) -> Callable[[], RatesMeasured | None]:

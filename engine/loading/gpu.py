@@ -17,10 +17,10 @@ from penstock.engine.executors.cuda.chunk_steps import chunk_sizes
 from penstock.engine.executors.cuda.device_tables import DeviceTables
 from penstock.engine.executors.cuda.executor import CudaExecutor, DeviceModel
 from penstock.engine.executors.cuda.first_steps import OneForAll, largest_step, small_steps
-from penstock.engine.executors.cuda.graphs import captured_sizes
+from penstock.engine.executors.cuda.graphs import captured_sizes, drafted_sizes
 from penstock.engine.executors.cuda.step_sampler import GRAPH_MODES
 from penstock.engine.executors.loaded_model import LoadedModel
-from penstock.engine.kernels.attention.backends import make_attention
+from penstock.engine.kernels.attention.backends import make_attention, takes_drafts
 from penstock.engine.kernels.attention.flash_prefill import FlashPrefill
 from penstock.engine.kernels.launch import device_overlaps, set_overlap
 from penstock.engine.loading.description import dtype_name
@@ -60,6 +60,7 @@ from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.lora.store import Adapters, no_adapters
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
+from penstock.engine.step.device_step import DraftSizes
 from penstock.engine.step.model_info import ModelInfo
 from penstock.scheduler.types import BlockCopy, ScheduledBatch, StateSnapshot
 
@@ -95,6 +96,7 @@ class GpuLoading(DecoderLoading):
         self._slot_bytes = most_adapter_bytes(config.lora, model, self.dtype) or 0
         # Steps are padded to so many tokens, by all ranks alike.
         self._chunk_sizes = self._choose_chunk_sizes()
+        self._drafted = self._choose_drafted()
         sizes = *captured_sizes(config.scheduler.max_num_seqs), *self._chunk_sizes
         most = max(config.scheduler.max_step_tokens, *sizes)
         self.place.pipeline.allocate(most, model.hidden_size, self.dtype, gpu.device)
@@ -118,6 +120,15 @@ class GpuLoading(DecoderLoading):
         sizes = chunk_sizes(self.whole, ranks, self.device.name, self.dtype, most)
         return sizes[: self.place.least([len(sizes)])[0]]
 
+    def _choose_drafted(self) -> DraftSizes | None:
+        """None where decodes may not have drafts, or need not."""
+        wanted, is_alone = self.config.speculative, self.place.layout.size == 1
+        if wanted is None or not wanted.num_speculative_tokens:
+            return None
+        if not (is_alone and self.layout.state is None and takes_drafts(self.config)):
+            return None
+        return drafted_sizes(self.config.scheduler.max_num_seqs, wanted.num_speculative_tokens)
+
     @property
     def _may_capture(self) -> bool:
         return self.place.tensor.is_capturable and not self.config.enforce_eager
@@ -134,6 +145,8 @@ class GpuLoading(DecoderLoading):
         num_kinds = 1 if self.config.lora is None else 2  # of steps without adapters, and with
         samples = self.place.tensor.size == 1 and self.place.rank == 0
         num_modes = len(GRAPH_MODES) if samples else 1
+        if self._drafted is not None:
+            num_sizes += len(self._drafted.tokens)
         return num_kinds * (num_sizes * num_modes + len(self._chunk_sizes))
 
     @property
@@ -207,7 +220,7 @@ class GpuLoading(DecoderLoading):
         # Other ranks compile for as long.
         most_s = DEVICE_S if self.place.layout.size == 1 else COMPILE_S
         if self.device.compiles_kernels and self.longest > 1:
-            for batch in small_steps(*limits):
+            for batch in small_steps(*limits, self._drafted):
                 run_step(executor, self._with_states(batch), most_s=most_s)
         run_step(executor, self._with_states(largest_step(*limits)), most_s=COMPILE_S)
 
@@ -276,8 +289,10 @@ class GpuLoading(DecoderLoading):
             max_tokens=scheduler.max_step_tokens,
             has_sinks=any(attention.has_sinks for attention in self.model.attentions),
             flash=self.flash,
+            drafted=self._drafted,
         )
-        fused = FusedModel(llama, pool, attention, seqs, self._slots, self.place.pipeline)
+        rows = max(seqs, self._drafted.most_tokens) if self._drafted else seqs
+        fused = FusedModel(llama, pool, attention, rows, self._slots, self.place.pipeline)
         return DeviceModel(
             model=fused,
             pool=pool,
@@ -290,6 +305,7 @@ class GpuLoading(DecoderLoading):
             chunk_sizes=self._chunk_sizes,
             ranks=self.place,
             device=self.device,
+            drafted=self._drafted,
         )
 
 

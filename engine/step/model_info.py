@@ -6,6 +6,7 @@ MBU and MFU are these bytes and operations, per second of step time, as a share 
 from dataclasses import dataclass
 
 from penstock.engine.config import GpuWay
+from penstock.scheduler.drafts.limits import DraftLimits
 from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup, StateGroup
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts, AttentionGroup
@@ -83,9 +84,10 @@ class ModelInfo:
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
     to launch the next step before it waits for the last one, which costs a step of delay, and gains
-    where the device computes while the host schedules. takes_drafts: whether decodes may have any.
-    proposes: what proposes drafts in the executor, as metrics name it; None where nothing does.
-    graph_sizes: to which it pads steps.
+    where the device computes while the host schedules. takes_drafts: whether decodes may have any,
+    draft_limits: which of them and how many, where there are limits. proposes: what proposes drafts
+    in the executor, as metrics name it; None where nothing does. graph_sizes: to which it pads
+    steps.
     num_blocks: of the pool of the first attention group; more_blocks: of those of the others. Where
     more_blocks is empty, all layers share one pool. read_alignment: see `KVGroup`. num_states: of
     the pool of recurrent states, 0 for a model without; state_bytes: of one, in all layers.
@@ -122,6 +124,7 @@ class ModelInfo:
     quantization: QuantizationInfo | None = None
     runs_ahead: bool = False
     takes_drafts: bool = False
+    draft_limits: DraftLimits | None = None
     proposes: str | None = None
     graph_sizes: GraphSizes = NO_GRAPHS
     more_blocks: tuple[int, ...] = ()

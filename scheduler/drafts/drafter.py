@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
+from penstock.scheduler.drafts.limits import DraftLimits
 from penstock.scheduler.drafts.prices import MARGIN, DraftPrices
 from penstock.scheduler.drafts.proposals import Proposals
 from penstock.scheduler.drafts.sources import MOST_MATCH, Found, Prediction, Source, Told
@@ -60,10 +61,12 @@ class Drafter:
         most: int,
         step_model: LiveStepModel | None = None,
         proposes: str | None = None,
+        limits: DraftLimits | None = None,
     ) -> None:
         """sources: besides grammars. most: drafts of a row. step_model: predicts what drafts cost;
-        without it, a guess. proposes: what does in the executor, if anything does."""
-        self._grammar = Told("grammar")
+        without it, a guess. proposes: what does in the executor, if anything does.
+        limits: the executor's."""
+        self._grammar, self._limits = Told("grammar"), limits
         self._proposals = None if proposes is None else Proposals(proposes)
         own = () if self._proposals is None else (self._proposals,)
         self._sources: tuple[Source, ...] = (self._grammar, *sources, *own)
@@ -109,6 +112,12 @@ class Drafter:
     ) -> list[tuple[int, ...]]:
         """The drafts of each of a step's decodes. limits: the most of each. in_flight: the drafts
         of its rows whose results are not known, in the order of steps."""
+        if (own := self._limits) is not None:
+            most_of_all = max(0, min(most_of_all, own.num_tokens - len(decodes)))
+            limits = [
+                min(limit, own.per_row) if own.takes(each.request.sampling) else 0
+                for each, limit in zip(decodes, limits, strict=True)
+            ]
         offers = [
             self._best_offer(
                 sequence, min(limit, self._most_of(sequence)), in_flight.get(sequence, ())

@@ -319,13 +319,13 @@ GROUPS = {
         ),
         Flag(
             "--speculative-config JSON",
-            "on a CPU, drafts of next tokens that steps verify, as many as are worth their time: "
+            "drafts of next tokens that steps verify, as many as are worth their time: "
             '{"method": "ngram", "num_speculative_tokens": 8} looks them up in the prompt and the '
             "answer so far, suffix in finished answers of the same API key too; "
             '{"model": "Qwen/Qwen3-0.6B"} has a smaller model with the same tokenizer propose some '
-            "as well, and mtp the head of a checkpoint of Qwen3.5, 3.6 or 3.8; 0 tokens for none. "
-            "Answers are the same to the last bit (default: mtp where there is such a head, else "
-            "suffix; 8)",
+            "as well, and mtp the head of a checkpoint of Qwen3.5, 3.6 or 3.8, both on a CPU; 0 "
+            "tokens for none. On a CPU answers are the same to the last bit (default: on a CPU mtp "
+            "where there is such a head, else suffix, 8; on a GPU none)",
             field="speculative",
             parse=speculative_config,
         ),

@@ -557,6 +557,8 @@ def main(model_dirs: list[str], *, has_codes: bool) -> None:
             for num_decodes, chunk in steps:
                 launches += model.launches(num_decodes, chunk)
                 launches += model.launches(num_decodes, chunk, has_adapters=True)
+            for num_drafts in (3, MOST_DRAFTS):
+                launches += model.drafted_launches(64, num_drafts)
         for one in launches:
             if one.key not in seen:
                 seen.add(one.key)

@@ -4,6 +4,7 @@
 
 MODEL: a key of `MODELS`, by default llama. int8, fp8: of the KV cache. FLAGS: --enforce-eager;
 --unmapped, where kernels do not reach pinned memory;
+--drafts, where steps of decodes have some;
 --enable-lora, for all requests once more, whose tokens have an adapter then; --offload, with blocks
 that go to the host's memory and come back; --rank=0 or --rank=1, of two that split each layer, or
 --stage-rank=0, 1 or 2, of as many stages: each steps through the same batches.
@@ -25,7 +26,14 @@ from typing import Any
 
 import torch
 
-from penstock.engine.config import Device, EngineConfig, KVCacheDtype, LoadFormat, LoraConfig
+from penstock.engine.config import (
+    Device,
+    EngineConfig,
+    KVCacheDtype,
+    LoadFormat,
+    LoraConfig,
+    SpeculativeConfig,
+)
 from penstock.engine.executors.awaited_ids import StepIds
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.executors.cuda.first_steps import OneForAll
@@ -45,6 +53,7 @@ from penstock.scheduler.types import (
     PromptOutput,
     Request,
     RequestId,
+    SampledTokens,
     SamplingParams,
     ScheduledBatch,
 )
@@ -438,6 +447,7 @@ def rehearse(
                 for graph in gpu.graphs[num_checked : num_checked + num_sizes]
             ],
             "decode": decode,
+            "drafted": drafted_alone(rehearsal) if rehearsal.executor.info.takes_drafts else None,
             "adapted_decode": adapted,
             "memory_tier": memory_tier(rehearsal.tier),
         }
@@ -484,6 +494,51 @@ def decode_alone(rehearsal: Rehearsal, num_steps: int = 5) -> dict[str, Any]:
     return found
 
 
+def drafted_alone(rehearsal: Rehearsal, num_steps: int = 8) -> dict[str, Any]:
+    """Steps of decodes with drafts, each launched before the one before is awaited. A pretended
+    device gives no numbers of ids: the scheduler is told that no draft was right. From the fifth on
+    a row with penalties is among them, so that ids are sampled after the graph."""
+    gpu, scheduler, execute = rehearsal.gpu, rehearsal.scheduler, rehearsal.executor.execute
+    for way in ({}, {"top_p": 0.9}, {"num_logprobs": 2}, {"repetition_penalty": 1.2}):
+        rehearsal.add(2, max_tokens=40, **way)
+    for _ in range(6):
+        rehearsal.step()
+    while rehearsal._launched:
+        rehearsal._collect()
+    for seen in (gpu.waits, gpu.uploads, gpu.downloads, gpu.launches, gpu.replays):
+        seen.clear()
+    before, launched = set(gpu.compiled), deque[PendingTokens]()
+    for step in range(num_steps):
+        batch = scheduler.schedule(0.0)
+        assert batch is not None and batch.num_decodes == len(batch.slots) == 4, batch
+        num = 3 if step < 4 else 4
+        drafts = tuple((5,) * ((step + row) % 8 if row < 3 else 0) for row in range(num))
+        drafted = batch._replace(
+            slots=batch.slots[:num],
+            starts=batch.starts[:num],
+            samples=batch.samples[:num],
+            num_tokens=tuple(1 + len(of_row) for of_row in drafts),
+            num_decodes=num,
+            drafts=drafts,
+        )
+        launched.append(execute(drafted))
+        if len(launched) > 1:
+            launched.popleft().wait()
+        scheduler.update(SampledTokens(step=batch.step, token_ids=[gpu.answer] * 4))
+    launched.pop().wait()
+    found = {
+        "steps": num_steps,
+        "compiled": [key for key in gpu.compiled if key not in before],
+        "waits": gpu.waits[:],
+        "uploads": len(gpu.uploads),
+        "replays": len(gpu.replays),
+        "launches_in_graph": Counter(launch.name for launch in gpu.replays[0].launches),
+        "operations_in_graph": gpu.replays[0].operations,
+    }
+    rehearsal.finish()
+    return found
+
+
 def main(rounds: int, flags: list[str]) -> None:
     model = next((flag for flag in flags if flag in MODELS), "llama")
     num_layers = MODELS[model].get("num_hidden_layers", 1)
@@ -509,6 +564,7 @@ def main(rounds: int, flags: list[str]) -> None:
         enforce_eager="--enforce-eager" in flags,
         kv_offload_bytes=2**22 if "--offload" in flags else None,
         lora=LoraConfig() if "--enable-lora" in flags else None,
+        speculative=SpeculativeConfig() if "--drafts" in flags else None,
         kv_cache_dtype=next((kind for kind in KVCacheDtype if kind in flags), KVCacheDtype.AUTO),
     )
     print(json.dumps(report | {"rules": broken_rules()}))

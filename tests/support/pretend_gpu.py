@@ -286,9 +286,10 @@ class PretendGpu:
         self.compiled.setdefault(key, _place())
 
     def _reaches(self, host: Tensor, name: str, argument: str) -> bool:
-        """Whether a kernel may have it, as Triton asks the driver: pinned, in the one kernel of
-        which `_run_of` knows what it writes."""
-        if not self.adopt(host).is_pinned or (name, argument) != ("_store_sampled", "host_ids"):
+        """Whether a kernel may have it, as Triton asks the driver: pinned, in the kernels of which
+        `_run_of` knows what they write."""
+        known = ("_store_sampled", "host_ids"), ("_accept_drafts", "host")
+        if not self.adopt(host).is_pinned or (name, argument) not in known:
             return False
         if not self.maps_pinned:
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
@@ -299,15 +300,18 @@ class PretendGpu:
         if (turn := tensors.get("turn")) is None:
             return lambda: None
         at = self.adopt(turn).address
-        if (host := tensors.get("host_ids")) is None:
+        host = tensors.get("host_ids", tensors.get("host"))
+        if host is None:
             num_turns = given["num_turns"]
 
             def count() -> None:
                 self.turns[at] = (self.turns.get(at, 0) + 1) % num_turns
 
             return count
-        memory, num_bytes = self.adopt(host), 4 * given["num_rows"]
-        assert given["num_rows"] <= host.shape[1], host.shape
+        # Of drafts, how many each row has, and all ids.
+        num_numbers = 2 * given.get("accepted_stride", 0) or given["num_rows"]
+        memory, num_bytes = self.adopt(host), 4 * num_numbers
+        assert num_numbers <= host.shape[1], host.shape
 
         def write() -> None:
             start = 4 * self.turns.get(at, 0) * given["host_stride"]

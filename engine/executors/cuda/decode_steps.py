@@ -46,9 +46,11 @@ class DecodeSteps:
         use_graphs: bool,
         has_output_layer: bool,
         num_in_flight: int,
+        most_drafted: int = 0,
     ) -> None:
         """sampler: of the graphs; None where rows are sampled after them. has_output_layer: where
-        states alone are computed, without it. num_in_flight: `ModelInfo.max_in_flight`."""
+        states alone are computed, without it. num_in_flight: `ModelInfo.max_in_flight`.
+        most_drafted: tokens of steps with drafts, see `DraftSteps`."""
         self._model, self._tables, self._sampler = model, tables, sampler
         self._has_output_layer = has_output_layer
         self.sizes = captured_sizes(tables.padding_slot)
@@ -63,8 +65,9 @@ class DecodeSteps:
         self._tiles = TileMemory(tables, self.sizes, model.num_adapter_slots)
         self._written_slots: tuple[int, ...] = ()
         self._written_adapters: tuple[int, tuple[AdapterRun, ...]] = 0, ()
-        self._host = None if sampler is None else self._reached(num_in_flight)
-        self._graphs = StepGraphs(self._run, tables.lengths.device, enabled=use_graphs)
+        num_numbers = max(tables.padding_slot, 2 * most_drafted)
+        self.host = None if sampler is None else self._reached(num_in_flight, num_numbers)
+        self.graphs = StepGraphs(self._run, tables.lengths.device, enabled=use_graphs)
 
     def size_for(self, num_rows: int) -> int:
         """The number to which so many rows are padded."""
@@ -78,9 +81,9 @@ class DecodeSteps:
             for kind in kinds
             for mode in (GRAPH_MODES[-1:] if self._sampler is None else GRAPH_MODES)
         )
-        self._graphs.capture(keys, on_captured)
-        if self._host is not None:
-            self._host.restart()
+        self.graphs.capture(keys, on_captured)
+        if self.host is not None:
+            self.host.restart()
 
     def __call__(
         self, slots: tuple[int, ...], adapters: tuple[AdapterRun, ...], mode: Mode
@@ -95,14 +98,14 @@ class DecodeSteps:
         if adapters and (size, adapters) != self._written_adapters:
             self._tiles.write(adapters, size)
             self._written_adapters = size, adapters
-        outputs = self._graphs(DecodeKey(size, mode, bool(adapters)))
-        self.host_ids = None if self._host is None else self._host.launched()
+        outputs = self.graphs(DecodeKey(size, mode, bool(adapters)))
+        self.host_ids = None if self.host is None else self.host.launched()
         return outputs
 
-    def _reached(self, num_in_flight: int) -> HostIds | None:
+    def _reached(self, num_in_flight: int, num_numbers: int) -> HostIds | None:
         """None where the device does not reach the host's memory."""
         tables = self._tables
-        host = HostIds(num_in_flight, tables.padding_slot, tables.lengths.device)
+        host = HostIds(num_in_flight, num_numbers, tables.lengths.device)
         padding = self._token_ids[:1], self.slots[:1], self.context_lens[:1], tables.token_table
         try:
             store_sampled(*padding, host.rows, host.turn)
@@ -139,13 +142,13 @@ class DecodeSteps:
             step.positions,
             self._kv_slots,
             context_lens,
-            *((self._host.turn, len(self._host.rows)) if self._host else ()),
+            *((self.host.turn, len(self.host.rows)) if self.host else ()),
         )
         states = self._model(step)
         computed = self._model.logits(states) if self._has_output_layer else states
         if self._sampler is None:
             return computed, step.token_ids  # which nobody reads
         ids = self._sampler.sample(computed, slots, context_lens, mode)
-        host = (self._host.rows, self._host.turn) if self._host else ()
+        host = (self.host.rows, self.host.turn) if self.host else ()
         store_sampled(ids, slots, context_lens, tables.token_table, *host)
         return computed, ids

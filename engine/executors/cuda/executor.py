@@ -27,6 +27,7 @@ from penstock.engine.executors.cuda.chunk_steps import ChunkSteps
 from penstock.engine.executors.cuda.decode_steps import DecodeSteps
 from penstock.engine.executors.cuda.device import Device, Interpreter
 from penstock.engine.executors.cuda.device_tables import DeviceTables
+from penstock.engine.executors.cuda.draft_steps import DraftSteps
 from penstock.engine.executors.cuda.launched_step import LaunchedStep, StageTime
 from penstock.engine.executors.cuda.state_tiles import DeviceStates
 from penstock.engine.executors.cuda.step_sampler import NoSampler, StepSampler
@@ -38,8 +39,10 @@ from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.ranks.torch_ranks import SOLE_DEVICE, SoleDevice, TorchRanks
 from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import ReadLogprobs
+from penstock.engine.step.device_step import DraftSizes
 from penstock.engine.step.executor import block_copies
 from penstock.scheduler.cache.tier import BlockTier
+from penstock.scheduler.drafts.limits import DraftLimits
 from penstock.scheduler.stats import GraphSizes
 from penstock.scheduler.types import (
     PromptOutput,
@@ -56,7 +59,8 @@ class DeviceModel(LoadedModel):
     model's attention can be captured. chunk_sizes: of `ChunkSteps`. ranks: that compute the model
     together. All execute the same batches, and rank 0 samples for all: after the graphs where these
     have sums over ranks, since NCCL allows only the same graph on all of them. num_graphs: to be
-    captured. offload: to be set up after that, as pinning in a thread would break it."""
+    captured. offload: to be set up after that, as pinning in a thread would break it. drafted:
+    where decodes may have drafts, which the attention was made for too."""
 
     model: FusedModel
     tables: DeviceTables
@@ -66,6 +70,7 @@ class DeviceModel(LoadedModel):
     device: Device = field(default_factory=Interpreter)
     num_graphs: int = 0
     offload: GpuOffload | None = None
+    drafted: DraftSizes | None = None
 
 
 class CudaExecutor:
@@ -93,7 +98,7 @@ class CudaExecutor:
         self._states = None
         if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any
             self._states = DeviceStates(pool.recurrent, tables, len(pool.groups))
-        info = replace(loaded.info, runs_ahead=True)
+        info, drafted = replace(loaded.info, runs_ahead=True), loaded.drafted
         use_graphs = loaded.use_graphs and model.attention.is_capturable
         self._decodes = DecodeSteps(
             model,
@@ -102,10 +107,23 @@ class CudaExecutor:
             use_graphs=use_graphs,
             has_output_layer=self._has_output_layer,
             num_in_flight=info.max_in_flight,
+            most_drafted=drafted.most_tokens if drafted else 0,
         )
+        self._drafts: DraftSteps | None = None
+        if drafted is not None:
+            assert sampler_of_graphs is not None and not model.has_states, loaded.info
+            self._drafts = DraftSteps(
+                model, tables, sampler_of_graphs, drafted, self._decodes, use_graphs=use_graphs
+            )
+            limits = DraftLimits(drafted.most_tokens, drafted.queries - 1)
+            info = replace(info, takes_drafts=True, draft_limits=limits)
         takes_chunks = use_graphs and model.attention.takes_decode_lens
         self._chunks = ChunkSteps(model, tables, loaded.chunk_sizes if takes_chunks else ())
-        graph_sizes = GraphSizes(decodes=tuple(self._decodes.sizes), chunks=self._chunks.sizes)
+        graph_sizes = GraphSizes(
+            decodes=tuple(self._decodes.sizes),
+            chunks=self._chunks.sizes,
+            drafts=drafted.tokens if drafted else (),
+        )
         self.info = replace(info, graph_sizes=graph_sizes)
 
     def _make_sampler(
@@ -115,7 +133,9 @@ class CudaExecutor:
         seqs, vocab_size = loaded.max_num_seqs, loaded.info.vocab_size
         if not self._samples:
             return NoSampler(seqs, self._device), None
-        sampler = StepSampler(seqs, vocab_size, self._device, loaded.grammars)
+        drafted = loaded.drafted
+        most_drafted = drafted.most_tokens if drafted else 0
+        sampler = StepSampler(seqs, vocab_size, self._device, loaded.grammars, most_drafted)
         return sampler, sampler if self._samples_in_graphs else None
 
     def prepare(self, request: Request) -> "Future[Any] | None":
@@ -128,6 +148,8 @@ class CudaExecutor:
         one. Calls back after each."""
         self._chunks.capture(on_captured)
         self._decodes.capture(on_captured)
+        if self._drafts is not None:
+            self._drafts.capture(on_captured)
 
     def release(self, request_id: RequestId) -> None:
         self._grammars.release(request_id)
@@ -173,11 +195,12 @@ class CudaExecutor:
         slots: list[int],
         logprobs: ReadLogprobs | None = None,
         host_ids: Tensor | None = None,
+        firsts: list[int] | None = None,
     ) -> LaunchedStep:
         # Rank 0 alone has a limit, since it tells the others to end.
-        waits_for = self._ranks if self._samples else SOLE_DEVICE
+        waits_for, time = self._ranks if self._samples else SOLE_DEVICE, self._stage_time
         return LaunchedStep(
-            sampled, ids, slots, logprobs, self._grammars, waits_for, self._stage_time, host_ids
+            sampled, ids, slots, logprobs, self._grammars, waits_for, time, host_ids, firsts
         )
 
     def _receive(self, num_tokens: int) -> None:
@@ -199,6 +222,8 @@ class CudaExecutor:
             if self._launched and not self._has_stages:
                 self._launched.wait()
             self._grammars.start(slots)
+        if batch.drafts:
+            return self._verify(batch)
         prompts: tuple[PromptOutput | None, ...] = ()
         ids = host_ids = None
         if batch.num_decodes == len(batch.slots):
@@ -226,6 +251,36 @@ class CudaExecutor:
         self._end_stage()
         # No slots where others sample, and the ids do not come here.
         self._launched = self._launch(sampled, ids, slots[: len(ids)], logprobs, host_ids)
+        return self._launched
+
+    def _verify(self, batch: ScheduledBatch) -> LaunchedStep:
+        """A step of decodes, some of which have drafts: see `DraftSteps`."""
+        drafts, query_starts, slots = self._drafts, _query_starts(batch), list(batch.slots)
+        assert drafts is not None, batch
+        mode = self._sampler.graph_mode(slots)
+        adapters = self.adapters.runs(batch, query_starts)
+        logits, ids = drafts(batch, adapters, Mode.PLAIN if mode is None else mode)
+        counted = list(zip(batch.slots, batch.starts, batch.num_tokens, strict=True))
+        token_slots = [slot for slot, _, num in counted for _ in range(num)]
+        if mode is None:
+            # The host knows the lengths of those rows alone that it samples, which have no drafts.
+            lengths = [start + 1 + at for _, start, num in counted for at in range(num)]
+            ids = self._sampler.sample_after_graph(
+                logits,
+                token_slots,
+                lengths,
+                drafts.slots[: len(ids)],
+                drafts.next_positions[: len(ids)],
+                self._tables.token_table,
+            )
+            drafts.accept(ids, len(slots))
+        logprobs = self._sampler.logprobs(logits, token_slots, ids)
+        num_bytes = self.adapters.num_bytes(batch)
+        sampled = SampledTokens(step=batch.step, token_ids=[], adapter_bytes=num_bytes)
+        accepted, host = drafts.accepted, drafts.host_accepted
+        self._launched = self._launch(
+            sampled, accepted, slots, logprobs, host, firsts=query_starts[:-1]
+        )
         return self._launched
 
     def _sample(

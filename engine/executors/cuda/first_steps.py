@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from penstock.engine.kernels.codes.tiles import TILE_ROWS
 from penstock.engine.kernels.linear import MAX_ROWS
+from penstock.engine.kernels.sizes import ceil_div
 from penstock.engine.models.layers.fused_linear import MAX_TILED_ROWS
 from penstock.engine.models.lora.store import Adapters
+from penstock.engine.step.device_step import DraftSizes
 from penstock.engine.step.model_input import AdapterRun
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import (
@@ -41,10 +43,15 @@ class OneForAll(Adapters):
 
 
 def small_steps(
-    scheduler: SchedulerConfig, max_model_len: int, block_size: int, num_groups: int = 1
+    scheduler: SchedulerConfig,
+    max_model_len: int,
+    block_size: int,
+    num_groups: int = 1,
+    drafted: DraftSizes | None = None,
 ) -> Iterator[ScheduledBatch]:
     """One of prompts and one of decodes for each sampling mode, one of both, and numbers of rows
-    and of tokens that take each path through a layer, but for that of `largest_step`."""
+    and of tokens that take each path through a layer, but for that of `largest_step`; and those of
+    decodes with drafts, where they may have any."""
     max_num_seqs = scheduler.max_num_seqs
     # Tiles of a mixture's rows grow with the number of tokens.
     for size in (*TILE_ROWS, MAX_TILED_ROWS + 1, *_LARGE_SIZES):
@@ -59,6 +66,14 @@ def small_steps(
         # A decode beside a prompt, which graphs have, but without them another kernel computes.
         prompt = _assignment(1, 1, ((0,),) * num_groups, _GREEDY)
         yield _batch([1, 1], (prompt,), num_decodes=1)
+    if drafted is not None and max_model_len > drafted.queries:
+        for sampling in (_COSTLY, _FILTERED, _GREEDY):
+            for size in drafted.tokens:
+                num_rows = ceil_div(size, drafted.queries)
+                yield _prompts([1] * num_rows, block_size, num_groups, sampling)
+                counts = _spread(size, num_rows, drafted.queries + 1)
+                drafts = tuple((0,) * (count - 1) for count in counts)
+                yield _batch(counts, (), num_decodes=num_rows)._replace(drafts=drafts)
 
 
 def largest_step(

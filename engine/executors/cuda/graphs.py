@@ -53,7 +53,7 @@ class StepGraphs(Generic[Key, Output]):
         self._run = run
         self._is_on = enabled and device.type == "cuda"
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Output]] = {}
-        self._pool = None if beside is None else beside._pool
+        self._pool: Any = None if beside is None else beside._pool
         if self._is_on and beside is None:
             self._pool = torch.cuda.graph_pool_handle()
 

@@ -14,18 +14,20 @@ import torch
 
 
 class HostIds:
-    """rows: (steps in flight, slots) int32, of the host. turn: (1,) int32 on the device, the row of
-    the step that it computes; the step's first kernel counts it on, the last one writes."""
+    """rows: (steps in flight, numbers) int32, of the host. turn: (1,) int32 on the device, the row
+    of the step that it computes; the step's first kernel counts it on, the last one writes."""
 
-    def __init__(self, num_in_flight: int, max_num_seqs: int, device: torch.device) -> None:
-        shape, pins = (num_in_flight, max_num_seqs), device.type == "cuda"
+    def __init__(self, num_in_flight: int, num_numbers: int, device: torch.device) -> None:
+        """num_numbers: that a step may leave: an id of each row; where rows have drafts, as of
+        `accept_drafts`."""
+        shape, pins = (num_in_flight, num_numbers), device.type == "cuda"
         self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=pins)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._turn = 0
 
     def launched(self) -> torch.Tensor:
-        """The row of the step that has just been launched, (slots,): to be read once the device has
-        passed an event that is recorded after it, and before so many more are launched."""
+        """The row of the step that has just been launched, (numbers,): to be read once the device
+        has passed an event that is recorded after it, and before so many more are launched."""
         self._turn = (self._turn + 1) % len(self.rows)
         return self.rows[self._turn]
 

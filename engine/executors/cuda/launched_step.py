@@ -9,7 +9,7 @@ from penstock.engine.memory.host import to_host
 from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.sampler import ReadLogprobs, failed_rows
-from penstock.scheduler.types import SampledTokens
+from penstock.scheduler.types import FurtherTokens, SampledTokens, TokenLogprobs
 
 
 class StageTime:
@@ -51,17 +51,19 @@ class LaunchedStep:
         ranks: TorchRanks | SoleDevice,
         stage_time: StageTime | None,
         host_ids: Tensor | None = None,
+        firsts: list[int] | None = None,
     ) -> None:
         """sampled: all but the ids and logprobs. ids: (S,) on the device, of the sampling rows,
         whose slots these are. logprobs: reads those of the rows that want them. ranks: those that
         the device waits for. stage_time: where there are stages. host_ids: where the device writes
-        the ids too, so that they need no copy."""
+        the ids too, so that they need no copy. firsts: of a step with drafts, each row's first
+        token; ids are as of `accept_drafts` then, and logprobs those of all tokens."""
         self.stage_time = stage_time
         self._ranks = ranks
         self._slots = slots
         self._grammars = grammars
         self._constraints = grammars.constraints(slots)
-        self._sampled, self._logprobs = sampled, logprobs
+        self._sampled, self._logprobs, self._firsts = sampled, logprobs, firsts
         self._is_complete = False
         self._ids = to_host(ids) if host_ids is None else host_ids
         self._event = torch.cuda.Event() if ids.is_cuda else None  # type: ignore[no-untyped-call]
@@ -77,11 +79,16 @@ class LaunchedStep:
         if self._is_complete:
             return self._sampled
         self.wait_for_device()
-        ids = self._ids.tolist()
-        failed = failed_rows(ids, self._grammars.advance(self._slots, ids, self._constraints))
+        ids, further = self._ids.tolist(), dict[int, FurtherTokens]()
         logprobs = self._logprobs() if self._logprobs else None
+        if self._firsts is not None:
+            nums, ids = ids
+            ids, logprobs, further = _accepted(nums, ids, self._firsts, logprobs)
+        failed = failed_rows(ids, self._grammars.advance(self._slots, ids, self._constraints))
         self._logprobs = None
-        self._sampled = self._sampled._replace(token_ids=ids, failed=failed, logprobs=logprobs)
+        self._sampled = self._sampled._replace(
+            token_ids=ids, failed=failed, logprobs=logprobs, further=further
+        )
         if self.stage_time is not None:
             mean_s = self._ranks.mean_computed_s(self.step, self.stage_time.seconds)
             self._sampled = self._sampled._replace(computed_s=mean_s)
@@ -92,3 +99,21 @@ class LaunchedStep:
         """Raises RankFailed where the others do not come."""
         if self._event:
             self._ranks.wait_for(self._event)
+
+
+def _accepted(
+    nums: list[int],
+    ids: list[int],
+    firsts: list[int],
+    logprobs: list[TokenLogprobs | None] | None,
+) -> tuple[list[int], list[TokenLogprobs | None] | None, dict[int, FurtherTokens]]:
+    """The first id of each row, its logprobs, and what follows. nums: of the ids of each row.
+    logprobs: after all tokens."""
+    further = {}
+    for row, (first, num) in enumerate(zip(firsts, nums, strict=False)):
+        if num > 1:
+            entries = [] if logprobs is None else logprobs[first + 1 : first + num]
+            given = [entry for entry in entries if entry is not None]
+            further[row] = FurtherTokens(ids[first + 1 : first + num], given or None)
+    entries_of_first = None if logprobs is None else [logprobs[first] for first in firsts]
+    return [ids[first] for first in firsts], entries_of_first, further

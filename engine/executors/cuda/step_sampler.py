@@ -29,17 +29,24 @@ class StepSampler:
     """Per-slot sampling settings: `assign`, then sample each step's rows in one of two ways."""
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device, grammars: GrammarTable
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarTable,
+        most_drafted: int = 0,
     ) -> None:
-        self._fused = DeviceSampler(max_num_seqs, vocab_size, device)
+        """most_drafted: tokens of steps with drafts."""
+        max_rows = max(max_num_seqs, most_drafted)
+        self._fused = DeviceSampler(max_num_seqs, vocab_size, device, max_rows=max_rows)
         self._eager = Sampler(max_num_seqs, vocab_size, device, grammars)
         self._grammars = grammars
         self._device = device
         self._unfused: set[int] = set()
         self._with_logprobs: set[int] = set()
         self._prompt_lengths = [0] * max_num_seqs
-        self._ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._logprobs = torch.zeros(max_num_seqs, device=device)
+        self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(max_rows, device=device)
 
     def assign(self, assignment: SlotAssignment) -> None:
         """A sequence enters its slot; takes effect with the next `flush`."""

@@ -162,7 +162,7 @@ def _queries(counts: list[int], most: int) -> DecodeQueries:
     absent = [0] * (sum(counts) - len(counts))
     firsts = [0, *torch.tensor(counts).cumsum(0).tolist()[:-1], *absent]
     columns = torch.tensor([firsts, [*counts, *absent]], dtype=torch.int32, device=DEVICE)
-    return DecodeQueries(*columns, most)
+    return DecodeQueries(columns[0], columns[1], most)
 
 
 def _decode_queries(

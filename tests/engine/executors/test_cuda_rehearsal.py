@@ -87,6 +87,21 @@ def test_with_adapters_a_step_without_one_is_as_before_and_others_are_graphs_too
         assert steps["launches"] == steps["uploads"] == steps["waits"] == []
 
 
+def test_steps_with_drafts_are_graphs_and_those_without_are_as_before() -> None:
+    report = rehearsal("1", "--drafts")
+    check_serving(report)
+    decode, drafted = report["decode"], report["drafted"]
+    assert decode["replays"] == decode["steps"] and sum(decode["launches_in_graph"].values()) == 22
+    assert "_combine_queries" not in decode["launches_in_graph"]
+    assert drafted["compiled"] == drafted["waits"] == drafted["operations_in_graph"] == []
+    assert drafted["replays"] == drafted["steps"]
+    # Two launches a layer more than without drafts.
+    layers = {"_skinny": 9, "_rotate_and_store": 2, "_decode": 2, "_combine_queries": 2}
+    steps = {"_gather_drafted": 1, "_plan_decode": 1, "_accept_drafts": 1}
+    names = layers | steps
+    assert {name: drafted["launches_in_graph"][name] for name in names} == names
+
+
 def test_recurrent_states_are_in_graphs_too() -> None:
     report = rehearsal("1", "qwen3_5")
     check_serving(report)

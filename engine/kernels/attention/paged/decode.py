@@ -1,5 +1,5 @@
-"""`PagedDecode`: launches the kernels of rows that read their keys once, for one query token each or
-for a few."""
+"""`PagedDecode`: launches the kernels of rows with one query token each, or with a few, which read
+their keys once."""
 
 from functools import cache
 
@@ -188,7 +188,7 @@ def _options(constants: dict[str, int], *, is_wide: bool, is_coded: bool) -> dic
         # twice as many, of a quarter of the size each.
         "num_stages": 3 if is_large else 9 if is_coded else 5,
         # Three programs have so many each. Some compilers take more, for the rotation.
-        "maxnreg": None if is_large or num_sums > _SUMS_OF_4_WARPS else 168,
+        "maxnreg": None if is_large or constants["GROUP_ROWS"] > 16 else 168,
     }
 
 
