@@ -109,6 +109,19 @@ def test_overlap_is_timed_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_steps_with_drafts_are_timed_and_right_ones_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, *rows = _bench(capsys, "steps", SMALL, "--points", "drafts")
+    timed = [row for row in rows if row["part"] == "drafts"]
+    assert [row["drafts"] for row in timed] == [0, 1, 3, 7]
+    assert all(row["step_ms"] > 0 for row in timed)
+    checked = [row for row in rows if row["part"] == "drafts accepted"]
+    assert [row["drafts"] for row in checked] == [1, 3, 7]
+    assert all(row["is_right"] and row["of_right"] == 1 for row in checked)
+
+
+@pytest.mark.slow
 def test_blocks_on_their_way_to_the_host_and_prefixes_from_there_are_timed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -434,11 +434,12 @@ class MetaModel:
         lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
         with recorded() as launches, torch.inference_mode():
             if chunk:
-                gather_chunks(
-                    step.slots, _ints(num_rows), _ints(num_rows + 1), lengths, token_table,
-                    step.block_tables[None], self._block_size, chunk,
-                    step.token_ids, step.positions, step.kv_slots[None], step.context_lens,
-                )  # fmt: skip
+                for decode_lens in (None, _ints(num_rows)):  # launched one by one, and in a graph
+                    gather_chunks(
+                        step.slots, _ints(num_rows), _ints(num_rows + 1), lengths, token_table,
+                        step.block_tables[None], self._block_size, chunk, step.token_ids,
+                        step.positions, step.kv_slots[None], step.context_lens, decode_lens,
+                    )  # fmt: skip
             else:
                 gather_decodes(
                     step.slots, lengths, token_table, step.block_tables[None], self._block_size,

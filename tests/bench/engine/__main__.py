@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         part.add_argument("model", help="a folder of configs/models")
     steps.add_argument(
         "--points",
-        choices=("goals", "sweep", "overlap", "codes", "prefill"),
+        choices=("goals", "sweep", "overlap", "codes", "prefill", "drafts"),
         default="sweep",
         help="what is measured",
     )

@@ -8,7 +8,13 @@ from itertools import pairwise
 
 from penstock.engine.step.executor import Executor, PendingTokens
 from penstock.engine.step.model_info import ModelInfo
-from penstock.scheduler.types import BlockCopy, SamplingParams, ScheduledBatch, SlotAssignment
+from penstock.scheduler.types import (
+    BlockCopy,
+    SampledTokens,
+    SamplingParams,
+    ScheduledBatch,
+    SlotAssignment,
+)
 from tests.bench.engine.timing import Mark
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -74,15 +80,37 @@ class Driver:
         self._run(self._slots, context - 1, 1, assignments).wait()
         self._length = context
 
-    def decode(self, num_steps: int) -> DecodeTimes:
+    def accepted(self, batch: int, context: int, num_drafts: int) -> tuple[float, float, float]:
+        """The shares of first ids that are those without drafts, of right drafts that are accepted,
+        and of wrong ones. Where they cannot be the same to the bit, a greedy id may be another."""
+        state, room = self._random.getstate(), 2 * num_drafts + 4
+        drafts: list[tuple[int, ...]] | None = None
+        found: list[SampledTokens] = []
+        for wrong in (0, 0, 1):
+            self._random.setstate(state)
+            self.begin(batch, context, room)
+            if drafts is None:
+                steps = [self._decode().wait().token_ids for _ in range(num_drafts + 1)]
+                drafts, first = list(zip(*steps[:-1], strict=True)), steps[0]
+                continue
+            vocab_size = self.info.vocab_size
+            of_rows = [tuple((each + wrong) % vocab_size for each in row) for row in drafts]
+            found.append(self._decode(tuple(of_rows)).wait())
+        same = sum(a == b for one in found for a, b in zip(one.token_ids, first, strict=True))
+        nums = [sum(len(more.token_ids) for more in one.further.values()) for one in found]
+        num = batch * num_drafts
+        return same / (2 * batch), nums[0] / num, nums[1] / num
+
+    def decode(self, num_steps: int, num_drafts: int = 0) -> DecodeTimes:
         """num_steps: at least two. Each is launched before the previous one is awaited, as in the
-        engine's loop."""
+        engine's loop. num_drafts: of each sequence, all wrong but by chance."""
+        drafts = (tuple(range(num_drafts)),) * len(self._slots) if num_drafts else ()
         ends = [Mark() for _ in range(num_steps)]
         host, waited, late = [], [], []
         before: tuple[PendingTokens, Mark] | None = None
         for end in ends:
             started_s = time.perf_counter()
-            launched = self._run(self._slots, self._length, 1, num_decodes=len(self._slots))
+            launched = self._decode(drafts)
             end.set()
             launched_s = time.perf_counter()
             host.append(launched_s - started_s)
@@ -92,7 +120,6 @@ class Driver:
                 pending.wait()
                 waited.append(time.perf_counter() - launched_s)
             before = launched, end
-            self._length += 1
         launched.wait()
         steps = [first.seconds_to(second) for first, second in pairwise(ends)]
         return DecodeTimes(
@@ -101,6 +128,15 @@ class Driver:
             waited_s=statistics.median(waited),
             late_ratio=sum(late) / len(late),
         )
+
+    def _decode(self, drafts: tuple[tuple[int, ...], ...] = ()) -> PendingTokens:
+        num_tokens = 1 + len(drafts[0]) if drafts else 1
+        batch = len(self._slots)
+        launched = self._run(
+            self._slots, self._length, num_tokens, num_decodes=batch, drafts=drafts
+        )
+        self._length += 1
+        return launched
 
     def _assignment(self, slot: int, num_tokens: int, room: int) -> SlotAssignment:
         """A sequence of random ids, whose blocks follow those of the previous slot."""
@@ -118,6 +154,7 @@ class Driver:
         assignments: tuple[SlotAssignment, ...] = (),
         copies: tuple[BlockCopy, ...] = (),
         num_decodes: int = 0,
+        drafts: tuple[tuple[int, ...], ...] = (),
     ) -> PendingTokens:
         self._step += 1
         return self._executor.execute(
@@ -131,5 +168,6 @@ class Driver:
                 num_tokens=(num_tokens,) * len(slots),
                 samples=(True,) * len(slots),
                 num_decodes=num_decodes,
+                drafts=drafts,
             )
         )

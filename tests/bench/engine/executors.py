@@ -13,6 +13,7 @@ from penstock.engine.config import (
     EngineConfig,
     LoadFormat,
     Quantization,
+    SpeculativeConfig,
 )
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.executors.cuda.executor import CudaExecutor
@@ -42,6 +43,7 @@ def build_executor(
     quantization: Quantization | None = None,
     kv_offload_bytes: int | None = None,
     attention_backend: AttentionBackend = AttentionBackend.AUTO,
+    speculative: SpeculativeConfig | None = None,
 ) -> CudaExecutor:
     """With random weights; on the GPU, or without one in Triton's interpreter.
 
@@ -56,6 +58,7 @@ def build_executor(
         quantization=quantization,
         kv_offload_bytes=kv_offload_bytes,
         attention_backend=attention_backend,
+        speculative=speculative,
     )
     if kv_cache_memory_bytes is not None and the_device().type == "cuda":
         config = replace(config, kv_cache_memory_bytes=kv_cache_memory_bytes)

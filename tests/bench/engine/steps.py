@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.engine.config import AttentionBackend, Quantization
+from penstock.engine.config import AttentionBackend, Quantization, SpeculativeConfig
 from penstock.engine.executors.cuda.executor import CudaExecutor
 from penstock.engine.kernels.launch import overlap, overlapped
 from penstock.engine.loading import prefill
@@ -23,6 +23,7 @@ from tests.bench.engine.models import model_dir
 from tests.bench.engine.timing import report
 
 _PROFILED_STEPS = 2
+_DRAFTS = (1, 3, 7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Sizes:
     first_prompt: int
     first_repeats: int
     prompts: tuple[int, ...]
+    drafted_batches: tuple[int, ...]
 
 
 FULL = Sizes(
@@ -61,6 +63,7 @@ FULL = Sizes(
     first_prompt=1024,
     first_repeats=20,
     prompts=(1024, 8192),
+    drafted_batches=(1, 4, 16),
 )
 TINY = Sizes(
     batches=(2, 5),
@@ -75,19 +78,22 @@ TINY = Sizes(
     first_prompt=8,
     first_repeats=1,
     prompts=(8, 24),
+    drafted_batches=(2,),
 )
 
 
 class Points(StrEnum):
     """What is measured. GOALS: the points of the table of goals, and the time to a first token.
     CODES: one context at batches that take each path through a layer of codes. PREFILL: the times
-    to a first token of longer prompts too, and what computed their attention."""
+    to a first token of longer prompts too, and what computed their attention. DRAFTS: steps in
+    which each sequence has drafts, and whether these are accepted where they are right."""
 
     GOALS = "goals"
     SWEEP = "sweep"
     OVERLAP = "overlap"
     CODES = "codes"
     PREFILL = "prefill"
+    DRAFTS = "drafts"
 
 
 def measure_steps(
@@ -108,7 +114,11 @@ def measure_steps(
         at = [(batch, sizes.contexts[0]) for batch in sizes.overlap_batches]
     elif points is Points.PREFILL:
         at = [(1, max(sizes.prompts))]
+    elif points is Points.DRAFTS:
+        at = [(batch, sizes.contexts[0]) for batch in sizes.drafted_batches]
     room = sizes.warm_steps + sizes.num_steps + 1
+    if points is Points.DRAFTS:
+        room += 2 * max(_DRAFTS) + 4
     start = time.perf_counter()
     with model_dir(model, tiny) as directory, _prefill_log() as lines:
         executor = build_executor(
@@ -119,6 +129,7 @@ def measure_steps(
             enforce_eager=enforce_eager,
             quantization=quantization,
             attention_backend=attention_backend,
+            speculative=SpeculativeConfig() if points is Points.DRAFTS else None,
         )
     info = executor.info
     report(
@@ -136,6 +147,10 @@ def measure_steps(
     driver.fill(sizes.max_batched_tokens)
     if points is Points.OVERLAP:
         _compare_overlap(executor, driver, model, sizes)
+        return
+    if points is Points.DRAFTS:
+        for batch, context in at:
+            _measure_drafts(driver, model, batch, context, sizes)
         return
     if points is Points.PREFILL:
         for prompt in sizes.prompts:
@@ -201,6 +216,34 @@ def _measure_decode(driver: Driver, model: str, batch: int, context: int, sizes:
         waited_ms=times.waited_s * 1e3,
         late_steps_ratio=times.late_ratio,
     )
+
+
+def _measure_drafts(driver: Driver, model: str, batch: int, context: int, sizes: Sizes) -> None:
+    """A wrong kernel accepts nothing that is right; rounding may change an id in twenty."""
+    at: dict[str, object] = {"model": model, "batch": batch, "context": context}
+    room = sizes.warm_steps + sizes.num_steps + 1 + max(_DRAFTS)
+    for num_drafts in (0, *_DRAFTS):
+        driver.begin(batch, context, room)
+        driver.decode(sizes.warm_steps, num_drafts)
+        times = driver.decode(sizes.num_steps, num_drafts)
+        report(
+            part="drafts",
+            **at,
+            drafts=num_drafts,
+            step_ms=times.step_s * 1e3,
+            host_ms=times.host_s * 1e3,
+        )
+    for num_drafts in _DRAFTS:
+        same, right, wrong = driver.accepted(batch, context, num_drafts)
+        report(
+            part="drafts accepted",
+            **at,
+            drafts=num_drafts,
+            same_first=same,
+            of_right=right,
+            of_wrong=wrong,
+            is_right=same >= 0.75 and right >= 0.5 and wrong == 0,
+        )
 
 
 def _compare_overlap(executor: CudaExecutor, driver: Driver, model: str, sizes: Sizes) -> None:

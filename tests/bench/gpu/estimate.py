@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.bench.engine.offline import FULL, requests_of
-from tests.bench.gpu import early_starts, under_load
+from tests.bench.gpu import drafted, early_starts, under_load
 from tests.bench.gpu.assumptions import AT_WORST, EXPECTED, SOURCES, Assumptions, Early, Timed
 from tests.bench.gpu.goals import (
     GOALS,
@@ -376,6 +376,8 @@ def text() -> str:
         _first_token_table(),
         under_load.OPENING.rstrip(),
         under_load.table(),
+        drafted.OPENING.rstrip(),
+        drafted.table(),
         _CODES.rstrip(),
         _codes_table(),
         _LAUNCHES.rstrip(),

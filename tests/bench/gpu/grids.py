@@ -32,6 +32,7 @@ STEPS: dict[str, tuple[str, Step]] = {
     f"{LLAMA}, batch 16, context 1,024": (LLAMA, Step(decodes=(1024,) * 16)),
     f"{LLAMA}, batch 32, context 8,192": (LLAMA, Step(decodes=(8192,) * 32)),
     f"{LLAMA}, batch 256, context 1,024": (LLAMA, Step(decodes=(1024,) * 256)),
+    f"{LLAMA}, 8 at 1,024 with 3 drafts each": (LLAMA, Step(decodes=(1024,) * 8, drafts=3)),
     f"{SMALL}, batch 1, context 512": (SMALL, Step(decodes=(512,))),
     f"{SMALL}, batch 256, context 640": (SMALL, Step(decodes=(640,) * 256)),
     f"{QWEN}, 255 decodes at 640 and a chunk of 128, as one graph": (

@@ -20,12 +20,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from penstock.engine.executors.cuda.graphs import drafted_sizes
 from penstock.engine.kernels import launch
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
 from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
+    DraftedRows,
+    DraftedTokens,
+    accept_drafts,
     gather_chunks,
     gather_decodes,
+    gather_drafted,
     store_sampled,
 )
 from penstock.engine.memory.pool.kv_pool import KVPool
@@ -33,9 +38,16 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import PlainLinear
-from penstock.engine.step.device_step import DeviceStep
+from penstock.engine.step.device_step import DecodeQueries, DeviceStep
 from tests.bench.gpu.keys import key
-from tests.support.compile_kernels import BLOCK_SIZE, META, NUM_SMS, Codes, MetaWeights
+from tests.support.compile_kernels import (
+    BLOCK_SIZE,
+    META,
+    MOST_DRAFTS,
+    NUM_SMS,
+    Codes,
+    MetaWeights,
+)
 
 _CPU = torch.device("cpu")
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
@@ -76,15 +88,17 @@ class Launched:
 class Step:
     """decodes: the contexts of sequences that decode, their new token included. chunks: of each
     prefill chunk, its tokens and those before it. graph: the rows or tokens that it is padded to.
+    drafts: of each decode, after its new token, where there are no chunks.
     """
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     graph: int | None = None
+    drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(count for count, _ in self.chunks)
+        return len(self.decodes) * (1 + self.drafts) + sum(count for count, _ in self.chunks)
 
 
 class Model:
@@ -113,6 +127,8 @@ class Model:
         with launch.overlap(True), torch.inference_mode(), _recorded() as found:
             if step.chunks:
                 self._mixed(step, layers)
+            elif step.drafts:
+                self._drafted(step, mode, layers)
             else:
                 self._decodes(step, mode, layers)
         return found
@@ -138,6 +154,36 @@ class Model:
         self._sample(logits, device_step.slots, lens, mode)
         host = _empty(2, self._max_rows), _empty(1)
         store_sampled(_empty(size), device_step.slots, lens, token_table, *host)
+
+    def _drafted(self, step: Step, mode: Mode, layers: int | None) -> None:
+        """As `DraftSteps._run`, of a step that needs no padding."""
+        num_rows, num_tokens, count = len(step.decodes), step.num_tokens, 1 + step.drafts
+        absent = (0,) * (num_tokens - num_rows)
+        rows = DraftedRows(
+            _ints(range(num_tokens)), _ints([*range(0, num_tokens, count), *absent]),
+            _ints([*(count,) * num_rows, *absent]), _empty(num_tokens),
+        )  # fmt: skip
+        tokens = DraftedTokens(*_empty(4, num_tokens))
+        queries = drafted_sizes(self._max_rows, step.drafts).queries
+        device_step = DeviceStep(
+            token_ids=tokens.token_ids, positions=tokens.positions,
+            kv_slots=_empty(num_tokens).long(), slots=rows.slots,
+            context_lens=_ints([*(context + step.drafts for context in step.decodes), *absent]),
+            num_decodes=num_tokens, chunk_starts=None, block_tables=_empty(self._max_rows + 1, 128),
+            queries=DecodeQueries(rows.firsts, rows.counts, queries),
+        )  # fmt: skip
+        lengths, token_table = _empty(self._max_rows + 1), _empty(self._max_rows + 1, 8193)
+        model = self._model(layers)
+        gather_drafted(
+            rows, queries, lengths, token_table, device_step.block_tables[None], BLOCK_SIZE,
+            tokens, device_step.kv_slots[None], device_step.context_lens, _empty(1), 2,
+        )  # fmt: skip
+        logits = model.logits(model(device_step))
+        self._sample(logits, tokens.slots, tokens.next_positions, mode)
+        accept_drafts(
+            _empty(num_tokens), rows, queries, tokens.positions, lengths, token_table,
+            _empty(2, num_tokens), _empty(2, 2 * num_tokens), _empty(1),
+        )  # fmt: skip
 
     def _mixed(self, step: Step, layers: int | None) -> None:
         """As `ChunkSteps._run` where the step is padded to a graph, else as
@@ -195,7 +241,7 @@ class Model:
             pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, self._kv_dtype, META)
             attention = PagedAttention(
                 config.attention_windows(BLOCK_SIZE), self._max_rows, self._max_tokens, NUM_SMS,
-                _CPU, dtype,
+                _CPU, dtype, drafted=drafted_sizes(self._max_rows, MOST_DRAFTS),
             )  # fmt: skip
             self._built[count] = FusedModel(llama, pool, attention, self._max_rows)
         return self._built[count]
@@ -250,7 +296,7 @@ def _recorded() -> Iterator[list[Launched]]:
 
 def _is_list(name: str, value: object) -> bool:
     """A later plan overwrites them."""
-    return name == "first_item" and isinstance(value, Tensor)
+    return name in ("first_item", "tokens") and isinstance(value, Tensor)
 
 
 def _ints(values: Iterable[int]) -> Tensor:

@@ -241,6 +241,7 @@ PARTS: tuple[Part, ...] = (
     Part("prefill-steps", 50, 120, _prefill_steps),
     Part("steps-llama", 60, 120, _bench("steps", LLAMA)),
     Part("steps-small", 50, 90, _bench("steps", SMALL)),
+    Part("drafts", 45, 90, _bench("steps", LLAMA, "--points", "drafts")),
     Part("steps-qwen", 60, 120, _bench("steps", QWEN)),
     Part("linear-layers", 50, 90, _bench("kernels", "linear")),
     Part("codes", 60, 120, _bench("kernels", "coded")),

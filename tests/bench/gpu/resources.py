@@ -58,7 +58,7 @@ def launches() -> Iterator["Launch"]:
 
     from penstock.engine.kernels.launch import overlap
     from penstock.engine.kernels.sample.sampler import Mode
-    from tests.support.compile_kernels import QUANTIZED, MetaModel
+    from tests.support.compile_kernels import MOST_DRAFTS, QUANTIZED, MetaModel
 
     models = [MetaModel(path, max_rows=256) for path in sorted(MODEL_CONFIGS.iterdir())]
     models += [
@@ -75,6 +75,9 @@ def launches() -> Iterator["Launch"]:
     for model, has_adapters in kinds:
         with overlap(True):
             found = model.sampling_launches(Mode.PLAIN)
+            if not (model.model.has_states or has_adapters):
+                for num_drafts in (1, 3, MOST_DRAFTS):
+                    found += model.drafted_launches(64, num_drafts)
             for num_decodes, chunk in (
                 (1, 0),
                 (16, 0),

@@ -34,10 +34,10 @@ datasheets' memories, is 19,439, and 1.25 times that 24,299.
   has a launch more, of 256 rows by 512 keys on the matrix units at the rate of our prefill
   attention, which writes partial results.
 - Drafts: each step verifies k tokens of each sequence, each of which is accepted as often as
-  stated, so that it makes (1 - a^(k+1)) / (1 - a). Nothing serves it. Products and norms have k + 1
-  rows for each sequence; drafts cost nothing, as those found in the prompt. Keys are read once for
-  all rows of a sequence, which takes a kernel with as many query rows; "read again" is with today's
-  kernel, for which each row is a sequence.
+  stated, so that it makes (1 - a^(k+1)) / (1 - a). Steps of so many tokens have none (up to 192
+  tokens have, see below). Products and norms have k + 1 rows for each sequence; drafts cost
+  nothing, as those found in the prompt. Keys are read once for all rows of a sequence; "read again"
+  is as if each row were a sequence.
 """
 _BATCH = 256
 _SHARED = 512

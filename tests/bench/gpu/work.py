@@ -93,6 +93,8 @@ class Workbench:
             return Work(**base | _dequantize(launched))
         if kernel == "_decode":
             return Work(**base | _decode(launched, step, compiled["inner"]))
+        if kernel == "_combine_queries":
+            return Work(**base | _combine_queries(launched))
         if kernel == "_prefill":
             return Work(**base | _prefill(launched, step))
         return Work(**base | _small(launched))
@@ -233,6 +235,9 @@ def _decode(launched: Launched, step: Step, inner: int) -> dict[str, Any]:
     # Of split rows: each head's partial result is written, and read by who combines them.
     partials = int(counts[counts > 1].sum()) * constants["NUM_HEADS"] * dim * 4
     rounds = -(-int(counts.max()) // constants["COMBINED"]) if partials else 0
+    num_queries = 1 + step.drafts
+    if step.drafts:  # another kernel combines them
+        rounds = 0
     scale_bytes = 0 if a["key_scales"] is None else a["key_scales"].element_size()
     token_bytes = 2 * heads * (dim * a["keys"].element_size() + scale_bytes)
     tiles = sum(-(-context // constants["TILE"]) for context in step.decodes)
@@ -240,13 +245,25 @@ def _decode(launched: Launched, step: Step, inner: int) -> dict[str, Any]:
     return {
         "busy": min(launched.programs, pieces * heads),
         "memory_bytes": sum(step.decodes) * token_bytes,
-        "cached_bytes": 2 * a["out"].nbytes + 2 * partials,
+        "cached_bytes": 2 * a["out"].nbytes + (2 - bool(step.drafts)) * num_queries * partials,
         "in_flight": 2 * tile_bytes,
         "issued": float(tiles * heads * launched.options["num_warps"] * inner),
         "combined": rounds * constants["GROUP_SIZE"],
         "rotates": constants["ROTATES"],
         "num_keys": sum(step.decodes),
         "query_size": constants["NUM_HEADS"] * dim,
+    }
+
+
+def _combine_queries(launched: Launched) -> dict[str, Any]:
+    a, constants = launched.arguments, launched.constants
+    counts = a["tokens"][: len(a["out"]), 1]
+    pieces, heads = int(counts[counts > 1].sum()), constants["NUM_HEADS"]
+    rounds = -(-int(counts.max()) // constants["COMBINED"]) if pieces else 0
+    return {
+        "busy": int((counts > 1).sum()) * constants["NUM_KV_HEADS"],
+        "cached_bytes": pieces * heads * constants["HEAD_DIM"] * 4 + a["out"].nbytes,
+        "combined": rounds * constants["GROUP_SIZE"],
     }
 
 
@@ -272,7 +289,10 @@ _TOUCHED = {
     "_finish": (),
     "_select": (),
 }
-_TABLES = ("_gather_decodes", "_gather_chunks", "_store_sampled", "_plan_decode", "_plan_prefill")
+_TABLES = (
+    "_gather_decodes", "_gather_chunks", "_gather_drafted", "_store_sampled", "_accept_drafts",
+    "_plan_decode", "_plan_prefill",
+)  # fmt: skip
 
 
 def _small(launched: Launched) -> dict[str, Any]:

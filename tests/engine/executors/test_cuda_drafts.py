@@ -241,12 +241,14 @@ def test_preempted_sequences_go_on_with_what_was_accepted(tmp_path: Path) -> Non
     requests = _requests(WAYS, max_tokens=20)
     plain = Run(executor, requests)
     drafter = _drafter(requests, plain, 0.6)
-    drafted = Run(executor, requests, drafter, in_flight=2, num_blocks=5)
+    drafted = Run(executor, requests, drafter, in_flight=2, num_blocks=6)
     assert drafted.answers == plain.answers
     assert drafted.scheduler.stats().preemptions_total
 
 
-def test_a_row_whose_logits_are_invalid_ends_after_what_was_accepted(tmp_path: Path) -> None:
+def test_a_row_whose_logits_are_invalid_ends_with_that_reason(tmp_path: Path) -> None:
+    """A draft whose values are not finite spoils the tokens before it in its step, since 0 times
+    NaN is NaN: so the answer may end a few tokens earlier, and has no other ids."""
     executor = _executor(tmp_path, "llama2")
     requests = _requests({"greedy": WAYS["greedy"]})
     ids, *_ = Run(executor, requests).answers[0]
@@ -257,10 +259,11 @@ def test_a_row_whose_logits_are_invalid_ends_after_what_was_accepted(tmp_path: P
     drafter = EveryDraft([oracle := Oracle(1.0)], 8, limits=LIMITS)
     oracle.learn(requests[0], [ids])
     drafted = Run(executor, requests, drafter, in_flight=2)
-    assert drafted.answers == plain.answers
+    expected, _, reason = plain.answers[0]
+    assert reason is FinishReason.INVALID_LOGITS and broken_id in expected
     found, _, reason = drafted.answers[0]
-    assert found == ids[: ids.index(broken_id) + 1] and reason is FinishReason.INVALID_LOGITS
-    assert drafter.stats[-1].num_accepted_tokens > 2
+    assert reason is FinishReason.INVALID_LOGITS
+    assert found == expected[: len(found)] and len(found) >= len(expected) - LIMITS.per_row
 
 
 @pytest.mark.parametrize(

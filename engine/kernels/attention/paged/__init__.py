@@ -8,7 +8,8 @@ vain. The one that finishes a row's last piece combines them by their log-sum-ex
 row's order. In a step of decodes alone, the same kernel rotates queries and keys, and stores the
 new keys and values: one launch a layer. A row with drafts has a few queries, which are rows of the
 same tiles, so that its keys are read once; a kernel before rotates them, since the new keys of a
-row may be in two pieces.
+row may be in two pieces. Where the values of a draft are not finite, neither are the results of the
+queries before it, which multiply them by 0.
 
 Prefill is bound by arithmetic: each tile has some query tokens of one sequence, with all the query
 heads of one KV head, and loops over the keys that they attend to.
