@@ -158,7 +158,7 @@ def test_a_prediction_is_a_source_of_drafts_and_of_nothing_else(
         found = drafted.chat(**fields, prediction=prediction).json()
         assert found["choices"] == expected["choices"]
         details = found["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > 4 and answer
+        assert details["accepted_prediction_tokens"] > 0 and answer
         wrong = {"type": "content", "content": "Something that it does not say at all."}
         found = drafted.chat(**fields, prediction=wrong).json()
         assert found["choices"] == expected["choices"]
