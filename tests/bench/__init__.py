@@ -6,6 +6,7 @@
     server.batching                 continuous, dynamic and static batching on the same requests
     server.front_end                tokens per second that the server streams, without a model
     server.sse_event                CPU time of one streamed token, by layer of the server
+    server.demo_draft               the demo model's answers with its draft and without
     server.metrics                  cost of metrics per step, request and scrape
     server.structured               throughput with a JSON schema, relative to plain text
     engine cpu-decode               a decode step on the CPU against its memory bandwidth

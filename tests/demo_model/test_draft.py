@@ -1,19 +1,23 @@
-"""The script that distils a draft of a model."""
+"""The draft that ships with the demo model, and the script that distilled it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.engine.models.config import ModelConfig
 from penstock.scheduler.types import SamplingParams
 from tests.demo_model.training import distil
 from tests.demo_model.training.answers import Agreement, Answer, agreement, drawn_by, own_answers
 from tests.demo_model.training.corpus import Document, Message
-from tests.demo_model.training.distil import WAYS, Teacher, divergence
+from tests.demo_model.training.distil import DRAFT, WAYS, Teacher, divergence
+from tests.demo_model.training.network import Network, NetworkConfig
 from tests.support.paths import DEMO_MODEL, STORIES
 
+MAX_FILE_BYTES = 1_000_000
 QUESTIONS = (
     "Who are you?",
     "What is continuous batching?",
@@ -26,6 +30,34 @@ QUESTIONS = (
 )
 
 
+def shipped_draft() -> Network:
+    config = json.loads((DRAFT / "config.json").read_text(encoding="utf-8"))
+    draft = Network(
+        NetworkConfig(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            max_positions=config["max_position_embeddings"],
+        )
+    )
+    draft.load_state_dict(load_file(DRAFT / "model.safetensors"))
+    return draft
+
+
+def test_it_is_one_small_file_of_bfloat16_with_the_models_vocabulary() -> None:
+    assert (DRAFT / "model.safetensors").stat().st_size < MAX_FILE_BYTES
+    tensors = load_file(DRAFT / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    draft, model = ModelConfig.from_dir(DRAFT), ModelConfig.from_dir(DEMO_MODEL)
+    assert draft.vocab_size == model.vocab_size
+    assert draft.max_model_len == model.max_model_len
+    assert draft.eos_token_ids == model.eos_token_ids
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     tokenizer = Teacher(DEMO_MODEL).tokenizer
@@ -35,6 +67,29 @@ def prompts() -> list[list[int]]:
         )
         for question in QUESTIONS
     ]
+
+
+# What was measured is in draft/training.json, on other prompts.
+@pytest.mark.parametrize(
+    ("way", "floor", "least_tokens_per_step"),
+    [("greedy", 0.65, 2.2), ("temperature 1", 0.5, 1.7)],
+)
+def test_it_says_much_of_what_the_model_says(
+    prompts: list[list[int]], way: str, floor: float, least_tokens_per_step: float
+) -> None:
+    stops = Teacher(DEMO_MODEL).stop_ids
+    answers = own_answers(DEMO_MODEL, prompts, replace(WAYS[way], stop_token_ids=stops))
+    found = agreement(shipped_draft(), answers, num_drafts=4)
+    assert found.num_tokens > 100
+    assert found.share > floor
+    assert found.tokens_per_step > least_tokens_per_step
+
+
+def test_the_record_of_its_making_ships_with_it() -> None:
+    record = json.loads((DRAFT / "training.json").read_text(encoding="utf-8"))
+    assert record["config"]["train"]["seed"] == 0
+    assert set(record["agreement"]) == set(WAYS)
+    assert record["parameters"] == shipped_draft().num_parameters
 
 
 def test_steps_are_counted_as_drafts_are_accepted() -> None:

@@ -18,11 +18,12 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import httpx
 from packaging.requirements import Requirement
 
-from tests.support.paths import ROOT
+from tests.support.paths import DEMO_MODEL, ROOT
 from tests.support.serving import free_port
 
 _START_TIMEOUT_S = 180.0
@@ -50,7 +51,11 @@ def _build(directory: Path) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     version = _PROJECT["version"]
     assert (directory / f"penstock-{version}.tar.gz").is_file()
-    return directory / f"penstock-{version}-py3-none-any.whl"
+    wheel = directory / f"penstock-{version}-py3-none-any.whl"
+    with ZipFile(wheel) as files:  # a start without the draft model would go unnoticed
+        names = {Path(name).name for name in files.namelist() if "/demo_model/draft/" in name}
+    assert names == {path.name for path in (DEMO_MODEL / "draft").iterdir()}, names
+    return wheel
 
 
 def _install(python: str, environment: Path, wheel: Path) -> None:

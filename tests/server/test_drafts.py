@@ -118,6 +118,19 @@ def test_so_they_are_with_several_ranks_or_stages(flag: str) -> None:
         assert _counts(drafted)[2] > 20 and not any(_counts(plain))
 
 
+def test_the_demo_models_own_draft_is_used_and_changes_no_answer(
+    servers: tuple[RunningServer, ...],
+) -> None:
+    drafted, plain = servers
+    for seed in range(4):
+        question = {"role": "user", "content": f"Tell me a story about {seed} foxes."}
+        fields = {"messages": [question], "max_tokens": 150, "seed": seed, "temperature": 0.5}
+        expected = plain.chat(**fields).json()["choices"]
+        assert drafted.chat(**fields).json()["choices"] == expected
+    # Asked for as many as are worth their time here, and tried after 128 tokens in any case.
+    assert drafted.metric('spec_decode_draft_tokens_total{source="model"}') > 0
+
+
 def test_drafts_are_counted_by_source_and_under_vllms_names() -> None:
     with ready(_serve("--metrics-alias", "vllm")) as (server,):
         for _ in range(2):
