@@ -216,7 +216,7 @@ class Scheduler:
         self._append_tokens(batch, sampled, failures, outputs)
         if self._drafter is not None:
             self._drafter.hear(batch.sampling, sampled)
-        self._waiting.charge_outputs(batch.sampling)
+        self._waiting.charge_outputs(batch.sampling, sampled.further)
         for sequence in batch.prompt_only:
             reason = failures.get(sequence, FinishReason.LENGTH)
             for output in self._end_prompt_only(sequence, reason):

@@ -14,12 +14,13 @@ one that was served less. Their blocks stay in the prefix cache, so that to come
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.config import Policy
 from penstock.scheduler.policy.queue import OrderedQueue, PriorityQueue, WaitingQueue
+from penstock.scheduler.types import FurtherTokens
 
 PROMPT_TOKEN = 1.0
 OUTPUT_TOKEN = 2.0
@@ -197,10 +198,13 @@ class FairQueue(WaitingQueue):
     def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
         self.tenant_of(sequence).charge(CACHED_TOKEN * num_tokens)
 
-    def charge_outputs(self, sampling: Iterable[Sequence]) -> None:
-        for sequence in sampling:
+    def charge_outputs(
+        self, sampling: Iterable[Sequence], further: Mapping[int, FurtherTokens]
+    ) -> None:
+        for row, sequence in enumerate(sampling):
             if sequence.status is not Status.FINISHED:
-                self.tenant_of(sequence).charge(OUTPUT_TOKEN)
+                num = 1 + len(further[row].token_ids) if row in further else 1
+                self.tenant_of(sequence).charge(num * OUTPUT_TOKEN)
 
     def not_yielding(self, running: Iterable[Sequence], sequence: Sequence) -> list[Sequence]:
         """Chunks of other tenants make room for it."""

@@ -2,10 +2,11 @@
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import Batching, SchedulerConfig
+from penstock.scheduler.types import FurtherTokens
 
 # Static and dynamic batching start a batch when it is full, or when its oldest request has waited
 # this long, so that none waits for ever. 50 ms is a usual maximum delay of dynamic batchers; a
@@ -126,8 +127,10 @@ class WaitingQueue(OrderedQueue):
     def charge_cached(self, sequence: Sequence, num_tokens: int) -> None:
         """It begins with so many tokens that need not be computed."""
 
-    def charge_outputs(self, sampling: Iterable[Sequence]) -> None:
-        """These have had a token each."""
+    def charge_outputs(
+        self, sampling: Iterable[Sequence], further: Mapping[int, FurtherTokens]
+    ) -> None:
+        """These have had a token each, and by their number some further ones."""
 
     def counter_of(self, sequence: Sequence) -> float:
         """The service that its tenant has had."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
 from penstock.scheduler.policy.fairness import FairQueue
-from penstock.scheduler.types import FinishReason
+from penstock.scheduler.types import FinishReason, FurtherTokens
 from tests.support.scheduling import Driver, make_request
 
 
@@ -61,6 +61,17 @@ def test_an_output_token_counts_as_two_prompt_tokens() -> None:
         driver.step()
     counters = {name: tenant.counter for name, tenant in fair(driver)._active.items()}
     assert abs(counters["p"] - counters["o"]) < 0.2 * counters["p"]
+
+
+def test_tokens_that_came_by_drafts_are_charged_as_others() -> None:
+    queue = FairQueue()
+    sequences = [Sequence(make_request(name, 3, tenant=name), 0, 0, 9) for name in "ab"]
+    for sequence in sequences:
+        queue.open(sequence.request.tenant, 1)
+    before = [queue.tenant_of(each).counter for each in sequences]
+    queue.charge_outputs(sequences, {1: FurtherTokens([5, 6])})
+    charged = [queue.tenant_of(each).counter for each in sequences]
+    assert [after - at for after, at in zip(charged, before, strict=True)] == [2.0, 6.0]
 
 
 def test_a_newcomer_is_admitted_before_what_a_flood_has_waiting() -> None:
