@@ -205,8 +205,8 @@ def test_several_queries_read_codes_too(kv_dtype: torch.dtype) -> None:
     assert rows.error(120) < TOLERANCE[torch.float32]
 
 
-def test_a_query_beside_others_has_the_bits_that_it_has_alone() -> None:
-    """Where the pieces are the same."""
+def test_a_query_beside_others_gives_what_it_gives_alone() -> None:
+    """By the same pieces, but for the rounding of products of other rows."""
     shape, lengths, counts = SHAPES[1], [600, 70], [4, 3]
     rows = Rows(shape, lengths, counts, torch.float32)
     _decode_queries(shape, rows, counts, 4, rows.layer(None))
@@ -214,7 +214,7 @@ def test_a_query_beside_others_has_the_bits_that_it_has_alone() -> None:
     out = torch.empty_like(rows.out[:2])
     alone.plan(rows.lengths, rows.slots, None)
     alone(rows.query[[3, 6]], rows.layer(None), rows.tables, out)
-    assert torch.equal(rows.out[[3, 6]], out)
+    assert error(rows.out[[3, 6]], out) < TOLERANCE[torch.float32] / 10
 
 
 def test_rows_of_length_0_have_no_work_and_change_nothing() -> None:
