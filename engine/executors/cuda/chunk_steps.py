@@ -153,7 +153,8 @@ class ChunkSteps:
             adapters=self._tiles.read(size) if key.has_adapters else None,
             state_tiles=self._state_tiles.read(size) if self._state_tiles else None,
         )
-        return self._states(step, kv_slots, starts, offsets, size, self._decode_lens)
+        # All of the memory, whose rows have one length in every graph.
+        return self._states(step, self._kv_slots, starts, offsets, size, self._decode_lens)
 
     def _launch(
         self, batch: ScheduledBatch, query_starts: list[int], adapters: tuple[AdapterRun, ...]
