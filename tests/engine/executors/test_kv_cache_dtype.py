@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.config import Dtype, KVCacheDtype
+from penstock.engine.config import Dtype, KVCacheDtype, SpeculativeConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.memory.pool.kv_codes import LIMITS
 from penstock.scheduler.config import SchedulerConfig
@@ -127,6 +127,8 @@ def _executor(kv: KVCacheDtype) -> CpuExecutor:
         kv_cache_dtype=kv,
         max_model_len=512,
         kv_cache_memory_bytes=2**20,
+        # A draft model's blocks would be beside these.
+        speculative=SpeculativeConfig(num_speculative_tokens=0),
     )
     return cpu_executor(config, DEMO_MODEL)
 
