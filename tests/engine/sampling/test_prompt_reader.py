@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.engine.config import Dtype
+from penstock.engine.config import Dtype, SpeculativeConfig
 from penstock.engine.sampling.prompt_reader import PromptReader
 from penstock.engine.step.model_input import build_model_input
 from penstock.scheduler.config import SchedulerConfig
@@ -41,6 +41,8 @@ from tests.support.tiny_models import (
 )
 
 TOLERANCE = 1e-4
+# A draft model's blocks would take some of the pool's memory.
+NO_DRAFTS = SpeculativeConfig(num_speculative_tokens=0)
 
 
 def request_of(
@@ -190,7 +192,8 @@ def test_every_bit_is_the_same_after_a_preemption_in_the_middle_of_the_prompt() 
     request = request_of(prompt, pooling=Pooling.MEAN)
     alone = prompt_outputs(small_engine(DEMO_MODEL, Dtype.FLOAT32, 1, 256), [request])
     pool_bytes = 11 * 16 * 2 * 4 * 2 * 64 * 4  # eleven blocks of the demo model
-    crowded = small_engine(DEMO_MODEL, Dtype.FLOAT32, 3, 3, kv_cache_memory_bytes=pool_bytes)
+    memory = {"kv_cache_memory_bytes": pool_bytes, "speculative": NO_DRAFTS}
+    crowded = small_engine(DEMO_MODEL, Dtype.FLOAT32, 3, 3, **memory)
     decodes = [request_of(p, num_prompt_logprobs=None, max_tokens=100) for p in (early, late)]
     *_, outputs = crowded.run([*decodes, request])
     assert outputs[0].finish and outputs[0].finish.num_preemptions > 0
