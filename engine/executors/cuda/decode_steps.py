@@ -2,8 +2,8 @@
 to a few sizes, they read and write per-slot tables alone."""
 
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ class DecodeKey(NamedTuple):
     size: int
     mode: Mode
     has_adapters: bool
+
+    @classmethod
+    def each(
+        cls, sizes: Sequence[int], modes: Sequence[Mode], *, has_adapters: bool
+    ) -> Iterator[Self]:
+        """Of all graphs, the largest first. has_adapters: whether rows may have any."""
+        kinds = (True, False) if has_adapters else (False,)
+        for size in reversed(sizes):
+            for kind in kinds:
+                for mode in modes:
+                    yield cls(size, mode, kind)
 
 
 class DecodeSteps:
@@ -74,14 +85,11 @@ class DecodeSteps:
         return next(size for size in self.sizes if size >= num_rows)
 
     def capture(self, on_captured: Callable[[], None]) -> None:
-        kinds = (True, False) if self._model.num_adapter_slots else (False,)
-        keys = (
-            DecodeKey(size, mode, kind)
-            for size in reversed(self.sizes)
-            for kind in kinds
-            for mode in (GRAPH_MODES[-1:] if self._sampler is None else GRAPH_MODES)
+        modes = GRAPH_MODES[-1:] if self._sampler is None else GRAPH_MODES
+        has_adapters = self._model.num_adapter_slots > 0
+        self.graphs.capture(
+            DecodeKey.each(self.sizes, modes, has_adapters=has_adapters), on_captured
         )
-        self.graphs.capture(keys, on_captured)
         if self.host is not None:
             self.host.restart()
 

@@ -66,14 +66,10 @@ class DraftSteps:
         self._graphs = StepGraphs(self._run, device, enabled=use_graphs, beside=beside.graphs)
 
     def capture(self, on_captured: Callable[[], None]) -> None:
-        kinds = (True, False) if self._model.num_adapter_slots else (False,)
-        keys = (
-            DecodeKey(size, mode, kind)
-            for size in reversed(self.sizes)
-            for kind in kinds
-            for mode in GRAPH_MODES
+        has_adapters = self._model.num_adapter_slots > 0
+        self._graphs.capture(
+            DecodeKey.each(self.sizes, GRAPH_MODES, has_adapters=has_adapters), on_captured
         )
-        self._graphs.capture(keys, on_captured)
         if self._host is not None:
             self._host.restart()
 
