@@ -16,6 +16,7 @@ from tests.demo_model.training.corpus import Document, Message
 from tests.demo_model.training.distil import DRAFT, WAYS, Teacher, divergence
 from tests.demo_model.training.network import Network, NetworkConfig
 from tests.support.paths import DEMO_MODEL, STORIES
+from tests.support.stories import needs_stories
 
 MAX_FILE_BYTES = 1_000_000
 QUESTIONS = (
@@ -161,7 +162,7 @@ def test_a_seed_gives_the_same_draft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not STORIES.exists(), reason="stories260K is not beside the checkout")
+@needs_stories
 def test_any_model_can_have_a_draft(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = [

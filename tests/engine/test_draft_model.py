@@ -38,14 +38,13 @@ from tests.support.executors import cpu_executor
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import engine_config, make_model, save
 from tests.support.ways import WAYS, answers_of, requests_of
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.skipif(
-        not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
-    ),
+    needs_stories,
 ]
 
 

@@ -32,14 +32,13 @@ from tests.support.drafting import EveryDraft
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import engine_config, make_model, save
 from tests.support.ways import WAYS, Answers, answers_of, oracle_of, requests_of
 
 pytestmark = [
     needs_compiler,
-    pytest.mark.skipif(
-        not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
-    ),
+    needs_stories,
 ]
 
 

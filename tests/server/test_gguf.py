@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from tests.support.gguf_files import load_transformers, quantized, write_gguf
 from tests.support.paths import DEMO_MODEL, STORIES
 from tests.support.serving import RunningServer, free_port, wait_until
+from tests.support.stories import needs_stories
 from tests.support.stub_hub import stub_hub
 
 MODEL = "penstock-demo-gguf"
@@ -97,7 +98,7 @@ def test_a_file_of_the_hub_is_downloaded_and_served_with_its_tokenizer(
 
 
 @pytest.mark.skipif(not _LLAMA_SERVER, reason="no llama-server here (LLAMA_SERVER names one)")
-@pytest.mark.skipif(not STORIES.exists(), reason="no trained model beside the checkout")
+@needs_stories
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16])
 def test_greedy_answers_are_those_of_llama_server(tmp_path: Path, kind: Type) -> None:
     path = write_gguf(

@@ -33,6 +33,15 @@ from penstock.scheduler.types import (
     StateSnapshot,
 )
 
+# As few programs as the interpreter of kernels can be given.
+SMALLEST: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+}
 BLOCK_SIZE = 4
 MAX_LEN = 128
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)

@@ -20,6 +20,7 @@ from tests.support.compiler import needs_compiler
 from tests.support.executors import cpu_executor, cuda_executor
 from tests.support.paths import STORIES
 from tests.support.scheduling import make_request
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import (
     BLOCK_SIZE,
     GREEDY,
@@ -30,10 +31,6 @@ from tests.support.tiny_models import (
     save,
 )
 from tests.support.weight_formats import NegatedLinear, reversed_config
-
-needs_stories = pytest.mark.skipif(
-    not STORIES.exists(), reason="the stories260K model is not in ../shared/models"
-)
 
 
 def assign(slot: int, token_ids: list[int], blocks: list[int]) -> SlotAssignment:

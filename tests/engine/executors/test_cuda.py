@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.paths import STORIES
+from tests.support.stories import needs_stories
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
@@ -34,9 +35,7 @@ from penstock.scheduler.types import Request, RequestId, RequestOutput, Sampling
 from tests.support.executors import cpu_executor
 from tests.support.kernels import DEVICE
 
-pytestmark = pytest.mark.skipif(
-    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
-)
+pytestmark = needs_stories
 
 
 class Limits(NamedTuple):

@@ -31,18 +31,10 @@ from tests.support.executors import cuda_executor
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
 from tests.support.stepping import ids_of
-from tests.support.tiny_models import engine_config, make_model, save
+from tests.support.tiny_models import SMALLEST, engine_config, make_model, save
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 BLOCK_SIZE, MAX_LEN = 16, 96
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-}
 # Of each a request runs beside the others.
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "num_logprobs": 2},
@@ -59,7 +51,7 @@ LIMITS = DraftLimits(16, 3)
 
 
 def _executor(path: Path, family: str, **changes: Any) -> CudaExecutor:
-    save(make_model(family, **SMALL), path)
+    save(make_model(family, **SMALLEST), path)
     config = engine_config(
         path,
         block_size=BLOCK_SIZE,
@@ -283,6 +275,6 @@ def test_a_step_with_drafts_has_few_sizes(rows: int, num_drafts: int, expected: 
 def test_drafts_are_taken_where_they_are_wanted_alone(tmp_path: Path) -> None:
     executor = _executor(tmp_path, "qwen3", enforce_eager=True)
     assert executor.info.takes_drafts
-    save(make_model("qwen3", **SMALL), tmp_path)
+    save(make_model("qwen3", **SMALLEST), tmp_path)
     config = engine_config(tmp_path, block_size=BLOCK_SIZE, max_model_len=MAX_LEN)
     assert not cuda_executor(config, tmp_path, Interpreter()).info.takes_drafts

@@ -4,7 +4,6 @@ interpreter. That no stream overtakes another is tested by `tests/scheduler/test
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,25 +21,16 @@ from penstock.scheduler.scheduler import Scheduler
 from tests.support.executors import cuda_executor
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
-from tests.support.tiny_models import engine_config, make_model, save
+from tests.support.tiny_models import SMALLEST, engine_config, make_model, save
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 BLOCK_SIZE, MIB = 8, 2**20
-# As few programs as the interpreter can be given.
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-}
 FIRST, SECOND = [5, 6, 7, 8] * 5, [9, 8, 7] * 7
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_model("qwen3", **SMALL), tmp_path_factory.mktemp("tiny"))
+    return save(make_model("qwen3", **SMALLEST), tmp_path_factory.mktemp("tiny"))
 
 
 def configured(model: Path, **changes: object) -> EngineConfig:
@@ -134,7 +124,7 @@ def test_a_server_that_starts_again_finds_the_blocks_in_the_directory(
 
 @pytest.mark.slow
 def test_layers_with_a_window_have_blocks_of_their_own_there(tmp_path: Path) -> None:
-    options = SMALL | {
+    options = SMALLEST | {
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     }

@@ -13,10 +13,9 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import Request, RequestId, SamplingParams
 from tests.support.paths import STORIES
 from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.stories import needs_stories
 
-pytestmark = pytest.mark.skipif(
-    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
-)
+pytestmark = needs_stories
 Golden = list[dict[str, Any]]
 LENGTH = 256  # of prompt and answer together, more than any of the golden ones
 

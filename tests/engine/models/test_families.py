@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.models.layers.linear import PackedLinear, PlainLinear
 from tests.support.compiler import HAS_COMPILER
 from tests.support.paths import STORIES
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import FAMILIES, Harness, make_model, save
 from tests.support.weight_formats import NegatedLinear
 
@@ -103,9 +104,7 @@ def test_in_float16_the_logits_are_those_of_transformers_in_float16(
         torch.testing.assert_close(logits, expected, atol=HALF_TOLERANCE, rtol=0)
 
 
-@pytest.mark.skipif(
-    not STORIES.exists(), reason="the stories260K weights are not beside the checkout"
-)
+@needs_stories
 def test_in_float16_trained_weights_give_the_logits_of_transformers_in_float16(
     native: bool,
 ) -> None:

@@ -58,6 +58,16 @@ def run(
     return found
 
 
+def _check(
+    ranks: RankThreads, asked: list[Request], config: EngineConfig, *, share: float, most: int
+) -> None:
+    """Drafts, of which this share is right, change no answer. most: of a row."""
+    expected = run(ranks, asked, config=config)
+    drafter = EveryDraft([oracle_of(asked, expected, share)], most=most)
+    assert run(ranks, asked, drafter, config=config) == expected
+    assert drafter.stats[-1].num_accepted_tokens > 20
+
+
 def started(config: EngineConfig, sizes: tuple[int, int]) -> RankThreads:
     config = replace(config, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
     return RankThreads(config, memberships(config))
@@ -170,12 +180,9 @@ def test_nor_do_they_beside_an_adapter(sizes: tuple[int, int], tmp_path: Path) -
             replace(make_request("r", list(range(first, 30)), adapter=adapter), sampling=sampling)
             for first, adapter in zip(range(3, 9), (None, loaded.id) * 3, strict=True)
         ]
-        expected = run(ranks, asked, config=config)
-        drafter = EveryDraft([oracle_of(asked, expected, 0.7)], most=5)
-        assert run(ranks, asked, drafter, config=config) == expected
+        _check(ranks, asked, config, share=0.7, most=5)
     finally:
         ranks.close()
-    assert drafter.stats[-1].num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize(
@@ -194,12 +201,9 @@ def test_nor_do_they_with_experts_windows_and_states(
     config = parallel_config(save(make_model(family, max_position_embeddings=512), tmp_path))
     ranks = started(config, sizes)
     try:
-        expected = run(ranks, asked, config=config)
-        drafter = EveryDraft([oracle_of(asked, expected, 0.8)], most=6)
-        assert run(ranks, asked, drafter, config=config) == expected
+        _check(ranks, asked, config, share=0.8, most=6)
     finally:
         ranks.close()
-    assert drafter.stats[-1].num_accepted_tokens > 20
 
 
 def test_stages_take_none_where_others_of_them_have_recurrent_layers(tmp_path: Path) -> None:

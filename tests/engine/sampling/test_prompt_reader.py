@@ -29,6 +29,7 @@ from penstock.scheduler.types import (
 from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL, STORIES
 from tests.support.stepping import SteppedEngine, ids_of
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import (
     BLOCK_SIZE,
     FAMILIES,
@@ -147,7 +148,7 @@ def test_states_of_any_rows_are_transformers_and_give_the_logits_of_a_step(
     assert_close(again, logits[rows])
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="the stories260K weights are not there")
+@needs_stories
 def test_trained_weights_give_the_logprobs_of_transformers() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
     (prompt,) = prompts(512, [200])

@@ -26,6 +26,7 @@ from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf
 from tests.support.paths import STORIES
+from tests.support.stories import needs_stories
 from tests.support.tiny_models import FAMILIES, Harness, make_model
 
 PROMPT = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
@@ -227,7 +228,7 @@ def test_numbers_that_cannot_be_held_are_refused(tmp_path: Path, dtype: str, wha
         weights.read((64,), "model.norm.weight")
 
 
-@pytest.mark.skipif(not STORIES.exists(), reason="no trained model beside the checkout")
+@needs_stories
 def test_logits_of_a_trained_model_are_those_of_its_safetensors(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", load_transformers(STORIES), plain, tokenizer=STORIES)
     prompt = torch.tensor([1, 403, 407, 261, 378, 300, 20, 77])
