@@ -71,7 +71,8 @@ class RequestRate:
         return self._accepted / self._expected
 
     def observe(self, num_accepted: int, expected: float) -> None:
-        """expected: accepted drafts, by the rates of all."""
+        """expected: of the drafts that were reached, those accepted and the one after them, how
+        many are by the rates of all."""
         self._accepted = _PRIOR + _REQUEST_MEMORY * (self._accepted - _PRIOR) + num_accepted
         self._expected = _PRIOR + _REQUEST_MEMORY * (self._expected - _PRIOR) + expected
 

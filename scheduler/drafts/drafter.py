@@ -43,15 +43,14 @@ class _Offer(NamedTuple):
 
 
 class _Drafted(NamedTuple):
-    """What is being verified: drafts after the ids that were supposed to be those from `length` on.
-    expected: accepted drafts, by the rates of all."""
+    """What is being verified: drafts after the ids that were supposed to be those from `length`
+    on."""
 
     source: str
     rates: Rates
     length: int
     supposed: list[int]
     num_drafts: int
-    expected: float
 
 
 class Drafter:
@@ -134,8 +133,7 @@ class Drafter:
                 drafts.append(())
                 continue
             source, rates, supposed, _ = offer
-            expected = _expected(rates, len(supposed), num)
-            drafted = _Drafted(source, rates, len(sequence.token_ids), supposed, num, expected)
+            drafted = _Drafted(source, rates, len(sequence.token_ids), supposed, num)
             self._verified.setdefault(sequence, deque()).append(drafted)
             drafts.append(tuple(offer.token_ids[:num]))
         return drafts
@@ -149,8 +147,9 @@ class Drafter:
         num_tried, num_right = len(supposed), _num_equal(supposed, known) if supposed else 0
         if supposed == known:
             num_tried, num_right = num_tried + drafted.num_drafts, num_right + num_accepted
+        reached = drafted.rates.first(min(num_tried, num_right + 1))
+        self._rate(sequence).observe(num_right, sum(reached))
         drafted.rates.observe(num_tried, num_right)
-        self._rate(sequence).observe(num_accepted, drafted.expected)
         if drafted.source == Prediction.name:
             before = sequence.predicted or (0, 0)
             num_rejected = drafted.num_drafts - num_accepted

@@ -16,8 +16,9 @@ from penstock.scheduler.drafts.sources import Told
 from penstock.scheduler.types import SampledTokens
 
 # A draft is tried that does not seem worth its time: at once, after so many tokens without one, and
-# twice as many after each try in a row.
-_PROBE_EVERY, _MAX_PROBE_EVERY = 16, 4096
+# twice as many after each try in a row. A try is of so many steps, since its sequence has to be
+# computed once for all of them, and the first call finds nothing in the caches.
+_PROBE_EVERY, _MAX_PROBE_EVERY, _PROBE_STEPS = 16, 4096, 3
 # A call computes so many tokens of a sequence in little more time than one.
 _FEW = 16
 # While nothing is known: the time of a call, as a share of a step's, and that of a token to catch
@@ -34,6 +35,7 @@ class Proposals(Told):
         super().__init__(name)
         self.probed: Sequence | None = None
         """Its draft was asked for to be tried."""
+        self._num_probes_left = 0
         self._call_s, self._token_s = (deque[float](maxlen=_NUM_KEPT) for _ in range(2))
         self._followed: dict[Sequence, int] = {}  # how long it was when it last had drafts
         self._num_since_probe = self._probe_every = _PROBE_EVERY
@@ -45,23 +47,31 @@ class Proposals(Told):
         chances of each one's drafts. price: of a step, and of verifying a draft."""
         nums = self._worth_while(sequences, rows, price)
         self._num_since_probe += len(sequences)
-        self.probed = None
         if any(nums):
             self._num_since_probe, self._probe_every = 0, _PROBE_EVERY
-        elif self._num_since_probe >= self._probe_every and any(rows):
-            row = min(
-                [i for i, each in enumerate(rows) if each], key=lambda i: self._lag(sequences[i])
-            )
-            nums[row], self.probed = 1, sequences[row]
-            self._num_since_probe = 0
-            self._probe_every = min(2 * self._probe_every, _MAX_PROBE_EVERY)
+            self.probed, self._num_probes_left = None, 0
+        elif (row := self._to_probe(sequences, rows)) is not None:
+            nums[row] = 1
         return tuple(nums) if any(nums) else ()
+
+    def _to_probe(self, sequences: Items[Sequence], rows: Items[list[float]]) -> int | None:
+        """Which row is to have a draft to be tried."""
+        before, self.probed = self.probed, None
+        can = {sequence: row for row, sequence in enumerate(sequences) if rows[row]}
+        if before in can and self._num_probes_left:
+            self._num_probes_left -= 1
+            self.probed = before
+        elif can and self._num_since_probe >= self._probe_every:
+            self.probed = min(can, key=self._lag)
+            self._num_probes_left, self._num_since_probe = _PROBE_STEPS - 1, 0
+            self._probe_every = min(2 * self._probe_every, _MAX_PROBE_EVERY)
+        return None if self.probed is None else can[self.probed]
 
     def hear(self, sequences: Items[Sequence], sampled: SampledTokens) -> None:
         """What became of `wanted`. sequences: with the step's ids."""
         num_calls = max(map(len, sampled.proposed.values()), default=0)
         if sampled.num_caught_up:
-            rest_s = sampled.proposing_s - num_calls * _middle(self._call_s, 0.0)
+            rest_s = sampled.proposing_s - num_calls * _typical(self._call_s, 0.0)
             self._token_s.append(max(0.0, rest_s) / sampled.num_caught_up)
         elif num_calls:
             self._call_s.append(sampled.proposing_s / num_calls)
@@ -79,12 +89,12 @@ class Proposals(Told):
     ) -> list[int]:
         nums = [0] * len(rows)
         (time_s, draft_s), expected = price, float(len(rows))
-        call_s = _middle(self._call_s, _UNKNOWN_CALL * time_s)
+        call_s = _typical(self._call_s, _UNKNOWN_CALL * time_s)
         saved_s = [
             sum(max(0.0, (chance * time_s - call_s) / len(rows) - draft_s) for chance in chances)
             for chances in rows
         ]
-        token_s = _middle(self._token_s, _UNKNOWN_TOKEN * call_s)
+        token_s = _typical(self._token_s, _UNKNOWN_TOKEN * call_s)
         left = [
             row
             for row, sequence in enumerate(sequences)
@@ -99,7 +109,8 @@ class Proposals(Told):
             ]
             more = sum(rows[row][nums[row]] for row in left)
             cost_s = call_s + draft_s * len(left)
-            if more * time_s <= MARGIN * cost_s * expected:
+            # What calls take was measured, and needs no margin.
+            if more * time_s <= (call_s + MARGIN * draft_s * len(left)) * expected:
                 break
             for row in left:
                 nums[row] += 1
@@ -118,7 +129,7 @@ class Proposals(Told):
         return len(sequence.token_ids) - self._followed.get(sequence, 0)
 
 
-def _middle(values: Iterable[float], unknown: float) -> float:
-    """The median, of two in the middle the lower, since the first calls take longer."""
+def _typical(values: Iterable[float], unknown: float) -> float:
+    """The lower quartile, since calls after a pause take longer than those of steps in a row."""
     ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else unknown
+    return ordered[(len(ordered) - 1) // 4] if ordered else unknown

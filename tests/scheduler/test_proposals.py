@@ -100,10 +100,38 @@ def test_hopeless_or_dear_proposals_fall_silent_and_are_tried_ever_more_seldom(
 ) -> None:
     nums = _wanted(_drafter(), num_right, call_share * STEP_S, 3000)
     assert sum(nums[:200]) > 0
-    tries = [step for step, num in enumerate(nums) if num and step > 400]
-    assert 1 <= len(tries) <= 5 and all(nums[step] == 1 for step in tries)
+    late = [step for step, num in enumerate(nums) if num and step > 400]
+    assert all(nums[step] == 1 for step in late)
+    tries = [step for step in late if not nums[step - 1]]
+    assert 1 <= len(tries) <= 5 and len(late) <= 3 * len(tries)
     gaps = [b - a for a, b in pairwise(tries)]
     assert gaps == sorted(gaps)
+
+
+def test_a_first_call_that_is_dear_is_not_taken_for_what_calls_cost() -> None:
+    """The first one of each try finds nothing in the processor's caches."""
+    drafter, sequence = _drafter(), _sequence()
+    before = 0
+    for _ in range(200):
+        (drafts,) = drafter.propose([sequence], [8], 100)
+        wanted = sum(drafter.want([sequence]))
+        if drafts:
+            drafter.judge(sequence, len(drafts))
+        sequence.token_ids += [9] * (1 + len(drafts))
+        call_s = (0.05 if before else 1.0) * STEP_S
+        sampled = SampledTokens(
+            1, [9], proposed={0: (5,) * wanted} if wanted else {}, proposing_s=call_s * wanted
+        )
+        drafter.hear([sequence], sampled)
+        before = wanted
+    assert before == 6
+
+
+def test_one_wrong_row_of_drafts_does_not_silence_a_request() -> None:
+    drafter, young = _drafter(), _sequence(prompt=10)
+    _wanted(drafter, 6, 0.05 * STEP_S, 100)
+    first, _, after_wrong_row = _wanted(drafter, 0, 0.05 * STEP_S, 3, young)
+    assert first == 6 and after_wrong_row >= 3
 
 
 def test_a_try_is_verified_so_that_proposals_which_become_right_are_found() -> None:
