@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.engine.drafting.proposer import Proposals, Proposer, ProposingRow
 from penstock.engine.memory.pool.kv_pool import LayerPools
 from penstock.engine.native.model import NativeModel
-from penstock.engine.sampling.sampler import INVALID_ID, Sampler
+from penstock.engine.sampling.sampler import INVALID_ID, DrawTables, Sampler
 from penstock.engine.step.model_input import ModelInput
 from penstock.scheduler.types import ScheduledBatch, SlotAssignment
 
@@ -122,9 +122,13 @@ class DraftModel(Proposer):
                 left -= num_tokens
             if num_tokens:
                 runs.append(run)
-        drafting = runs
-        while drafting:
-            drafting = self._drawn(drafting, self._logits(drafting))
+        tables = self._sampler.draws_alone([run.row.slot for run in runs])
+        if runs and tables is not None and self._model.drafts_alone:
+            self._draft_at_once(runs, tables)
+        else:
+            drafting = runs
+            while drafting:
+                drafting = self._drawn(drafting, self._logits(drafting))
         for run in runs:
             run.slot.drafts = run.drafts
         drafts = {run.row.number: tuple(run.drafts) for run in runs if run.drafts}
@@ -175,14 +179,48 @@ class DraftModel(Proposer):
         first = self._first_spare + number * self._num_spare
         spare[:] = range(first, first + len(spare))
 
+    def _draft_at_once(self, runs: list[_Run], tables: DrawTables) -> None:
+        """All rounds in one call."""
+        runs = sorted(runs, key=lambda run: -run.row.num if run.samples else 0)
+        nums = [run.row.num for run in runs if run.samples]
+        for run in runs:
+            self._untag(run, run.end + max(0, run.row.num - 1) * run.samples)
+        batch, size = self._batch(runs), self._size
+        own = self._model.draft(batch, self._token_table, self._own_table, size, nums, tables)
+        for run, drafts in zip(runs, own, strict=False):  # those that sample
+            run.drafts = drafts
+            run.end += max(0, len(drafts) - 1)
+        for run in runs:
+            self._tag(run)
+
     def _logits(self, runs: list[_Run]) -> Tensor:
         """Computes the tokens of all runs. Returns those of the rows that sample."""
-        size = self._size
         for run in runs:
-            last = min(-(-run.end // size), run.slot.num_owned)
-            for block in self._blocks[run.row.slot, len(run.slot.digests) : last].tolist():
-                self._tags[block] = None
-        batch = ScheduledBatch(
+            self._untag(run, run.end)
+        batch = self._batch(runs)
+        step = self._build_input(batch, self._token_table, self._own_table, self._size)
+        logits = self._model(step, self._pool)
+        for run in runs:
+            self._tag(run)
+        return logits
+
+    def _untag(self, run: _Run, end: int) -> None:
+        """Before what follows its tagged blocks, up to `end`, is computed."""
+        last = min(-(-end // self._size), run.slot.num_owned)
+        for block in self._blocks[run.row.slot, len(run.slot.digests) : last].tolist():
+            self._tags[block] = None
+
+    def _tag(self, run: _Run) -> None:
+        """After it is computed up to its end."""
+        slot = run.slot
+        slot.num_valid = run.end
+        num_full = min(min(run.end, run.row.length) // self._size, slot.num_owned)
+        for block in self._blocks[run.row.slot, len(slot.digests) : num_full].tolist():
+            slot.digests.append(self._digest(run.row.slot, slot.digests))
+            self._tags[block] = slot.digests[-1]
+
+    def _batch(self, runs: list[_Run]) -> ScheduledBatch:
+        return ScheduledBatch(
             step=0,
             assignments=(),
             table_updates=(),
@@ -193,16 +231,6 @@ class DraftModel(Proposer):
             samples=tuple([run.samples for run in runs]),
             num_decodes=0,
         )
-        step = self._build_input(batch, self._token_table, self._own_table, size)
-        logits = self._model(step, self._pool)
-        for run in runs:
-            slot = run.slot
-            slot.num_valid = run.end
-            num_full = min(min(run.end, run.row.length) // size, slot.num_owned)
-            for block in self._blocks[run.row.slot, len(slot.digests) : num_full].tolist():
-                slot.digests.append(self._digest(run.row.slot, slot.digests))
-                self._tags[block] = slot.digests[-1]
-        return logits
 
     def _drawn(self, runs: list[_Run], logits: Tensor) -> list[_Run]:
         """Draws a draft of each that samples; returns those that are to have another."""

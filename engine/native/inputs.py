@@ -1,8 +1,9 @@
 """`gather_input`: `build_model_input` on a CPU, in one call of C++ (inputs.h)."""
 
 import ctypes
-from ctypes import c_int64
+from ctypes import Structure, c_int64
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from penstock.engine.step.model_input import ModelInput, num_single, sample_rows
 from penstock.scheduler.types import ScheduledBatch
 
 _GATHER = structure("Gather", "native/step/inputs.h")
+
+
+class GatheredInput(NamedTuple):
+    """step: whose tensors `wanted` fills. arrays: to be kept as long as it is used."""
+
+    step: ModelInput
+    wanted: Structure
+    arrays: tuple[object, ...]
 
 
 def gather_input(
@@ -25,6 +34,15 @@ def gather_input(
 
     library: see `load_library`. The tables are contiguous.
     """
+    step, wanted, _ = input_to_gather(batch, token_table, block_tables, block_size)
+    library.penstock_gather(ctypes.byref(wanted))
+    return step
+
+
+def input_to_gather(
+    batch: ScheduledBatch, token_table: Tensor, block_tables: Tensor, block_size: int
+) -> GatheredInput:
+    """Returns what `penstock_gather` is called with."""
     *groups, num_slots, max_blocks = block_tables.shape
     num_sequences, num_tokens = len(batch.slots), sum(batch.num_tokens)
     token_ids, positions = torch.empty(2, num_tokens, dtype=torch.int64).unbind()
@@ -63,5 +81,4 @@ def gather_input(
         slots_of_group=num_slots,
         tokens=num_tokens,
     )
-    library.penstock_gather(ctypes.byref(wanted))
-    return step
+    return GatheredInput(step, wanted, (slots, starts, counts))

@@ -3,8 +3,9 @@
 import ctypes
 import weakref
 from collections.abc import Sequence
-from ctypes import Structure, c_char_p, c_int64, c_void_p
+from ctypes import Array, Structure, c_char_p, c_int64, c_void_p
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,16 @@ from penstock.engine.models.division.stage import num_passed
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.models.parts.tensors import Stack
 from penstock.engine.native.features import check_features
+from penstock.engine.native.inputs import input_to_gather
 from penstock.engine.native.packed_model import pack_model, samples
 from penstock.engine.native.packing import Packer
 from penstock.engine.native.parts.adapters import NativeAdapter, native_runs
 from penstock.engine.native.structures import structure
 from penstock.engine.native.trial import try_products
 from penstock.engine.ranks.shared_memory import SharedMemoryGroup
-from penstock.engine.sampling.sampler import DrawTables
+from penstock.engine.sampling.sampler import INVALID_ID, DrawTables
 from penstock.engine.step.model_input import ModelInput
+from penstock.scheduler.types import ScheduledBatch
 
 _STEP, _DRAW = structure("Step"), structure("Draw", "native/step/draw.h")
 
@@ -77,12 +80,14 @@ class NativeModel:
 
     def __call__(self, step: ModelInput, pool: LayerPools) -> Tensor:
         """See `Model`. The logits are those of this step until the next is run."""
-        num_rows = 0 if self._sends else len(step.sample_rows)
-        if len(self._logits) < num_rows:
-            self._logits = torch.empty(2 * num_rows, self._vocab_size)
-        logits = self._logits[:num_rows]
+        logits = self._room(0 if self._sends else len(step.sample_rows))
         self._step(step, step.sample_rows, logits=_address(logits))
         return logits
+
+    def _room(self, num_rows: int) -> Tensor:
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(2 * num_rows, self._vocab_size)
+        return self._logits[:num_rows]
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         num_rows = 0 if self._sends else len(rows)
@@ -118,25 +123,50 @@ class NativeModel:
         self, logits: Tensor, slots: list[int], lengths: list[int], tables: DrawTables
     ) -> Tensor:
         """See `penstock.engine.sampling.sampler.Draw`."""
-        (rows, size), logits = logits.shape, logits.contiguous()
-        ids = torch.empty(rows, dtype=torch.int64)
-        numbers = c_int64 * rows
-        rows_slots, rows_lengths = numbers(*slots), numbers(*lengths)
-        wanted = _DRAW(
-            rows=rows,
-            size=size,
-            logits=_address(logits),
-            slots=ctypes.addressof(rows_slots),
-            lengths=ctypes.addressof(rows_lengths),
-            seeds=_address(tables.seed),
-            top_k=_address(tables.top_k),
-            inverse_temperatures=_address(tables.inverse_temperature),
-            top_p=_address(tables.top_p),
-            log_min_p=_address(tables.log_min_p),
-            ids=_address(ids),
-        )
+        logits, ids = logits.contiguous(), torch.empty(len(slots), dtype=torch.int64)
+        numbers = c_int64 * len(slots)
+        arrays = numbers(*slots), numbers(*lengths)
+        wanted = _draw_of(logits, *arrays, tables, ids)
         self._library.penstock_draw(self._workspace, ctypes.byref(wanted))
         return ids
+
+    @property
+    def drafts_alone(self) -> bool:
+        """Says whether `draft` can be used: each round would need rows of a table otherwise."""
+        return self._inputs is None
+
+    def draft(
+        self,
+        batch: ScheduledBatch,
+        token_table: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        nums: list[int],
+        tables: DrawTables,
+    ) -> list[list[int]]:
+        """Computes a step, draws a token of each sequence that samples, computes that, and so on:
+        nums of each, which do not increase; those that do not sample are last. They are written to
+        the token table, and returned, fewer where logits are invalid. It needs one block table, and
+        `drafts_alone`."""
+        step, gather, _arrays = input_to_gather(batch, token_table, block_table, block_size)
+        native_step, *_kept = self._native_step(step, step.sample_rows)
+        num_rows, numbers = len(nums), c_int64 * len(nums)
+        logits, ids = self._room(num_rows), torch.empty(num_rows, dtype=torch.int64)
+        native_step.logits = _address(logits)
+        lengths = numbers(*step.context_lens[:num_rows])
+        slots, wanted_nums = numbers(*batch.slots[:num_rows]), numbers(*nums)
+        draw = _draw_of(logits, slots, lengths, tables, ids)
+        drafts = torch.full((num_rows, max(nums, default=0)), INVALID_ID)
+        self._library.penstock_draft(
+            self._workspace,
+            ctypes.byref(gather),
+            ctypes.byref(native_step),
+            ctypes.byref(draw),
+            c_void_p(_address(token_table)),
+            wanted_nums,
+            c_void_p(_address(drafts)),
+        )
+        return [[token_id for token_id in row if token_id != INVALID_ID] for row in drafts.tolist()]
 
     @property
     def _sends(self) -> bool:
@@ -151,6 +181,23 @@ class NativeModel:
         logits: int | None = None,
         states: int | None = None,
     ) -> None:
+        native_step, *kept = self._native_step(step, rows, logits=logits, states=states)
+        self._compute(native_step)
+        self._drafted = (native_step, step, *kept) if native_step.draft_starts else None
+        if native_step.received:
+            self._pipeline.taken()
+        if native_step.sent:
+            self._pipeline.send()
+
+    def _native_step(
+        self,
+        step: ModelInput,
+        rows: Tensor,
+        *,
+        logits: int | None = None,
+        states: int | None = None,
+    ) -> tuple[Any, ...]:
+        """Returns the structure, and what it points into beside `step`."""
         query_starts = torch.tensor(step.query_starts, dtype=torch.int32)
         width = max((run.weights.width for run in step.adapters), default=0)
         # None where they change layers of other stages alone.
@@ -186,14 +233,7 @@ class NativeModel:
             received=_address(received),
             sent=_address(sent),
         )
-        self._compute(native_step)
-        self._drafted = None
-        if drafts is not None:
-            self._drafted = native_step, step, query_starts, numbers, drafts
-        if received is not None:
-            self._pipeline.taken()
-        if sent is not None:
-            self._pipeline.send()
+        return native_step, query_starts, runs, input_rows, received, sent, numbers, drafts, rows
 
     def _draft_starts(self, step: ModelInput) -> Tensor | None:
         if not any(step.num_drafts):
@@ -240,6 +280,25 @@ def _products(library: ctypes.CDLL) -> str:
     plain = library.penstock_products().decode()
     codes = library.penstock_code_products()
     return plain if codes is None else f"{plain} (codes: {codes.decode()})"
+
+
+def _draw_of(
+    logits: Tensor, slots: Array[c_int64], lengths: Array[c_int64], tables: DrawTables, ids: Tensor
+) -> Structure:
+    rows, size = logits.shape
+    return _DRAW(
+        rows=rows,
+        size=size,
+        logits=_address(logits),
+        slots=ctypes.addressof(slots),
+        lengths=ctypes.addressof(lengths),
+        seeds=_address(tables.seed),
+        top_k=_address(tables.top_k),
+        inverse_temperatures=_address(tables.inverse_temperature),
+        top_p=_address(tables.top_p),
+        log_min_p=_address(tables.log_min_p),
+        ids=_address(ids),
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:

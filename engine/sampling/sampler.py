@@ -247,6 +247,12 @@ class Sampler:
             return self._sample_by_plan(step, plans)
         return self._unadjusted(logits, slots, lengths)
 
+    def draws_alone(self, slots: list[int]) -> DrawTables | None:
+        """What `draw` needs; None where it is not all that samples these."""
+        if self._draw is None or any(self._plans[slot] for slot in slots):
+            return None
+        return self._tables
+
     def _unadjusted(self, logits: Tensor, slots: list[int], lengths: list[int]) -> Tensor:
         """One id for each row that has no plan, or whose plan is done."""
         if self._draw is not None:

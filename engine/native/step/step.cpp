@@ -10,6 +10,8 @@
 // of weights, keys and values, and on the formats of codes, is in other sources (weights.h, formats.h): so this
 // one, which takes the compiler longest, is compiled once, whatever models are served.
 
+#include <numeric>
+
 #include "context.h"
 #include "draw.h"
 #include "inputs.h"
@@ -190,6 +192,40 @@ extern "C" void penstock_draw(void *workspace, const Draw *draw) {
     const auto job = std::make_shared<Draws>(*draw, team.size());
     if (draw->rows < 2 || draw->rows * draw->size < 1 << 14) return job->run(0);
     team.run(job);
+}
+
+// A step, an id drawn of each of its first draw->rows sequences, a step of these, and so on: nums[row] ids of a row,
+// which do not increase, into the token table that `first` reads, and into drafts (rows, nums[0]). It ends where logits
+// are invalid.
+extern "C" void penstock_draft(void *workspace, const Gather *first, const Step *first_step, const Draw *first_draw,
+                               int64_t *token_table, const int64_t *nums, int64_t *drafts) {
+    Gather wanted = *first;
+    Step step = *first_step;
+    Draw draw = *first_draw;
+    std::vector<int64_t> lengths(draw.lengths, draw.lengths + draw.rows), starts(draw.rows), rows(draw.rows);
+    const std::vector<int64_t> counts(draw.rows, 1);
+    std::vector<int32_t> query_starts(draw.rows + 1);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::iota(query_starts.begin(), query_starts.end(), 0);
+    draw.lengths = lengths.data();
+    for (int64_t round = 0, most = draw.rows ? nums[0] : 0;; ++round) {
+        gather(wanted);
+        run(workspace, &step, false);
+        penstock_draw(workspace, &draw);
+        for (int64_t row = 0; row < draw.rows; ++row) {
+            if (draw.ids[row] < 0) return;
+            starts[row] = lengths[row]++;
+            token_table[draw.slots[row] * wanted.tokens_step + starts[row]] = draw.ids[row];
+            drafts[row * most + round] = draw.ids[row];
+        }
+        while (draw.rows && nums[draw.rows - 1] <= round + 1) --draw.rows;
+        if (!draw.rows) return;
+        wanted.sequences = wanted.tokens = step.tokens = step.sequences = step.samples = draw.rows;
+        wanted.starts = starts.data();
+        wanted.counts = counts.data();
+        step.query_starts = query_starts.data();
+        step.sample_rows = rows.data();
+    }
 }
 
 // Names what computes products, for people to read: with plain weights, and with codes or null where none can be.
