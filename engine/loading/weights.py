@@ -21,7 +21,7 @@ from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.linear import Linear, MakeLinear
 from penstock.engine.models.lora.weights import max_adapter_bytes
-from penstock.engine.models.parts.reader import Empty, WeightSource
+from penstock.engine.models.parts.reader import Empty, TableRows, WeightSource
 from penstock.engine.models.weights import Checkpoint, RandomWeights
 from penstock.engine.process.phases import Phases
 
@@ -112,7 +112,7 @@ class Counted:
         self.phases.advance(weight.nbytes)
         return weight
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self.source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
@@ -135,7 +135,7 @@ class Widened:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self.source.read(shape, *names)
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self.source.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:

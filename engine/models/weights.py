@@ -24,7 +24,7 @@ from penstock.engine.models.layers.linear import (
     StoredLinear,
     stacked,
 )
-from penstock.engine.models.parts.reader import Empty, WeightSource
+from penstock.engine.models.parts.reader import Empty, TableRows, WeightSource, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ class Checkpoint:
             start += len(part)
         return fused
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         """See `WeightSource`."""
         tensor = self._tensor(name)
         if tensor.shape != shape:
             raise self._files.wrong_shape(name, tensor, shape)
-        return tensor
+        return rows_of(tensor)
 
     def quantized(
         self, shape: tuple[int, int], bias: Tensor | None, *names: str

@@ -60,6 +60,7 @@ from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.models.lora.slots import AdapterSlots
 from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
+from penstock.engine.models.parts.reader import TableRows, rows_of
 from penstock.engine.step.device_step import (
     AdapterTiles,
     DecodeQueries,
@@ -351,8 +352,8 @@ class MetaWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=META)
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
-        return self.read(shape, name)
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
+        return rows_of(self.read(shape, name))
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         codes = self._codes

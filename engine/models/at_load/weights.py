@@ -12,7 +12,7 @@ from penstock.engine.models.formats.kept import AsStored, CodePolicy
 from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, StackedLinear
-from penstock.engine.models.parts.reader import WeightSource
+from penstock.engine.models.parts.reader import TableRows, WeightSource
 
 _MAX_NAMES = 3
 
@@ -89,7 +89,7 @@ class QuantizedWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._plain.read(shape, *names)
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self._plain.table(shape, name)
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:

@@ -17,7 +17,7 @@ from penstock.engine.files.tensor_files import TensorFiles
 from penstock.engine.models.config import LAYER, ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.parts.reader import PartReader, WeightSource
+from penstock.engine.models.parts.reader import PartReader, TableRows, WeightSource
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, VectorSpec, matrix
 
 _HEAD = "mtp."
@@ -61,7 +61,7 @@ class HeadWeights:
     def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
         return self._source.read(shape, *map(_name, names))
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self._source.table(shape, _name(name))
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:

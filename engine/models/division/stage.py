@@ -19,7 +19,7 @@ from penstock.engine.models.config import LAYER, ModelConfig, index_and_name
 from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.parts.per_layer_inputs.config import PROJECTION, TABLE, PerLayerInputs
-from penstock.engine.models.parts.reader import WeightSource
+from penstock.engine.models.parts.reader import TableRows, WeightSource
 from penstock.scheduler.errors import InvalidConfig
 
 _PLAIN_BYTES = 2
@@ -195,11 +195,11 @@ class _Renumbered:
         whole = inputs.linears["projection"].shape
         return self._source.read(whole, *names)[self._layer_columns(inputs)].clone()
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         inputs = self._model.per_layer_inputs
         assert inputs is not None and name == f"{TABLE}.weight", name
-        whole = self._source.table(inputs.table_shape, name)
-        return whole[:, self._layer_columns(inputs)]
+        rows, columns = self._source.table(inputs.table_shape, name), self._layer_columns(inputs)
+        return lambda ids: rows(ids)[:, columns]
 
     def _layer_columns(self, inputs: PerLayerInputs) -> slice:
         return slice(self._layers.start * inputs.size, self._layers.stop * inputs.size)

@@ -6,6 +6,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.engine.models.layers.linear import Linear, MakeLinear, tensor_bytes
 from penstock.engine.models.parts.tensors import LinearSpec, NormKind, Part, VectorSpec
@@ -13,6 +14,8 @@ from penstock.engine.ranks.group import Group
 
 # Allocates the memory that a weight is read into, on the device and in the type of its choice.
 Empty = Callable[[tuple[int, ...]], Tensor]
+# The rows of a table for some ids, (T, columns), on the table's device.
+TableRows = Callable[[Tensor], Tensor]
 Settings = TypeVar("Settings", bound=Part)
 
 
@@ -21,10 +24,10 @@ class WeightSource(Protocol):
         """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
         ...
 
-    def table(self, shape: tuple[int, int], name: str) -> Tensor:
+    def table(self, shape: tuple[int, int], name: str) -> TableRows:
         """One of which a step reads few rows: in the type that it is stored in, and where there is
         a file, mapped from it."""
-        return self.read(shape, name)
+        return rows_of(self.read(shape, name))
 
     def quantized(self, shape: tuple[int, int], bias: Tensor | None, *names: str) -> Linear | None:
         """The linear layer of these, in a format of its own; None where the weights are plain.
@@ -32,6 +35,10 @@ class WeightSource(Protocol):
         shape: (out_features, in_features). names: of layers, such as "model.layers.0.mlp.up_proj".
         """
         return None
+
+
+def rows_of(table: Tensor) -> TableRows:
+    return lambda ids: functional.embedding(ids.to(table.device), table)
 
 
 class PartReader:

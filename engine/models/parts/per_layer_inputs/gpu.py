@@ -22,6 +22,7 @@ class FusedPerLayerInputs:
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
         """(T, num_layers, size). embedded: the states before the first layer, (T, hidden_size)."""
         table = self._table
+        assert table.table is not None, "kernels read it in the GPU's memory"
         projected = product(self._projection, embedded).view(len(embedded), *table.shape)
         kernels.add_table_rows(
             projected, token_ids, table.table, table.norm, self._eps, table.scale

@@ -13,7 +13,7 @@ from penstock.engine.models.parts.per_layer_inputs.config import (
     PerLayerInput,
     PerLayerInputs,
 )
-from penstock.engine.models.parts.reader import PartLayer, PartReader
+from penstock.engine.models.parts.reader import PartLayer, PartReader, rows_of
 
 
 class PerLayerInputLayer(PartLayer[PerLayerInput]):
@@ -31,7 +31,7 @@ class PerLayerInputsTable(PartLayer[PerLayerInputs]):
     """Makes the inputs of all layers. A step reads one row of the table for each token.
 
     shape: the number of layers that are here, and the size of an input. scale: of what the
-    projection gives.
+    projection gives. table: None where it stays in its file.
     """
 
     projection: Linear
@@ -43,12 +43,13 @@ class PerLayerInputsTable(PartLayer[PerLayerInputs]):
         super().__init__(config, reader)
         self.shape = (config.num_layers, config.size)
         self.scale = config.hidden_size**-0.5
-        read = reader.weights.table if maps_table else reader.weights.read
-        self.table = read(config.table_shape, f"{TABLE}.weight")
+        weights, name, shape = reader.weights, f"{TABLE}.weight", config.table_shape
+        self.table = table = None if maps_table else weights.read(shape, name)
+        self._rows = weights.table(shape, name) if table is None else rows_of(table)
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Sequence[Tensor]:
         """For each layer (T, size). embedded: the states before the first, (T, hidden_size)."""
-        rows = functional.embedding(token_ids.to(self.table.device), self.table).to(embedded)
+        rows = self._rows(token_ids).to(embedded)
         rows = rows.view(-1, *self.shape) * math.sqrt(self.shape[1])
         projected = (self.projection(embedded) * self.scale).view(-1, *self.shape)
         inputs = (rms_norm(projected, self.norm, self.eps) + rows) * math.sqrt(0.5)
@@ -56,4 +57,4 @@ class PerLayerInputsTable(PartLayer[PerLayerInputs]):
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """Returns the table's addition to all layers' inputs: (T, num_layers * size) float32."""
-        return functional.embedding(token_ids, self.table).float() * math.sqrt(self.shape[1])
+        return self._rows(token_ids).float() * math.sqrt(self.shape[1])
