@@ -29,6 +29,7 @@ from huggingface_hub.file_download import http_get, repo_folder_name
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
 
 from penstock.engine.files.gguf.header import Header, HeaderIncomplete, parse_header
+from penstock.engine.files.gguf.rope import ROPE_TENSORS
 from penstock.engine.hub.gguf import check_gguf
 from penstock.engine.hub.model_files import DownloadProgress
 from penstock.engine.models.errors import InvalidModel
@@ -210,8 +211,8 @@ def _header(url: str, name: str, size: int) -> bytes:
 
 def _end_of_settings(header: Header) -> int:
     """Where the tensors end that are read with the metadata."""
-    factors = header.tensors.get("rope_freqs.weight")
-    return factors.offset + factors.num_bytes if factors else 0
+    factors = (header.tensors.get(name) for name in ROPE_TENSORS)
+    return max((each.offset + each.num_bytes for each in factors if each), default=0)
 
 
 @contextmanager

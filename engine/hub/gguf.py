@@ -10,7 +10,7 @@ from penstock.engine.files.gguf.file import SUFFIX, GgufFile, is_model_name, ope
 from penstock.engine.files.gguf.tokenizer import check_tokenizer
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.gguf.names import UNUSED, GgufNames
+from penstock.engine.models.gguf.names import GgufNames
 
 _SHOWN = 12
 _REPOSITORY = r"[\w.-]+/[\w.-]+"
@@ -94,14 +94,15 @@ def check_gguf(path: Path, *, needs_weights: bool = True) -> ModelConfig:
 
 
 def _check_tensors(gguf: GgufFile, config: ModelConfig) -> None:
-    expected = GgufNames(config).shapes
+    names = GgufNames(config, gguf)
+    expected = names.shapes
     if missing := expected.keys() - gguf.tensors.keys():
         raise InvalidModel(
             f"{gguf.path} lacks the tensor {min(missing)!r}, which its metadata implies; download "
             "or convert the model again",
             brief=f"{len(missing)} of its tensors are missing",
         )
-    others = [name for name in gguf.tensors if name not in expected and not UNUSED.fullmatch(name)]
+    others = [name for name in gguf.tensors if name not in expected and not names.is_unused(name)]
     if others:
         raise InvalidModel(
             f"{gguf.path} has the tensor {others[0]!r}, which changes what the model computes in a "
@@ -109,7 +110,7 @@ def _check_tensors(gguf: GgufFile, config: ModelConfig) -> None:
             brief=f"{others[0]} is not supported",
         )
     for name, shape in expected.items():
-        if (found := gguf.tensors[name].shape) != shape:
+        if not names.fits(name, found := gguf.tensors[name].shape):
             raise InvalidModel(
                 f"{gguf.path} has the tensor {name!r} of the shape {found}, which does not fit "
                 f"the {shape} that its metadata implies; download or convert the model again",

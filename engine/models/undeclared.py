@@ -63,7 +63,7 @@ def _declared(config: ModelConfig) -> Iterator[str]:
     if config.per_layer_inputs is not None:
         yield f"{TABLE}.weight"
     for prefix, table in config.tables:
-        for name, _, _ in table.shapes():
+        for name, _ in table.shapes():
             if name == _OUTPUT and config.head.is_tied:
                 continue  # the part declares what the embedding's tensor is used for
             yield prefix + name

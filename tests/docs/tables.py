@@ -185,7 +185,10 @@ _MODELS = {
 
 def tested_families() -> str:
     """Those that the tests compare with transformers, with what their tiny models have."""
+    from gguf import MODEL_ARCH_NAMES
+
     from penstock.engine.models.families.families import FAMILIES, WRAPPERS
+    from tests.support.gguf_files import ARCHITECTURES
     from tests.support.tiny_models import tiny_configs
 
     tested = tiny_configs()
@@ -199,8 +202,10 @@ def tested_families() -> str:
             "yes" if all(computes(each) for each in tested[name]) else "no"
             for computes in (_is_compiled, _has_kernels)
         )
-        rows.append((_MODELS[name], classes, named, *computed))
-    return _table(("models", "architecture", "flags", "compiled CPU step", "GPU kernels"), rows)
+        in_gguf = f"`{MODEL_ARCH_NAMES[ARCHITECTURES[name]]}`" if name in ARCHITECTURES else ""
+        rows.append((_MODELS[name], classes, named, *computed, in_gguf))
+    titles = ("models", "architecture", "flags", "compiled CPU step", "GPU kernels", "GGUF")
+    return _table(titles, rows)
 
 
 def _is_compiled(config: ModelConfig) -> bool:

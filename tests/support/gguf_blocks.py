@@ -20,7 +20,7 @@ def quantized_blocks(values: Floats, kind: Type) -> Bytes:
         packed: Bytes = gguf.quants.quantize(values, kind)
         return packed
     blocks = _ENCODERS[kind](values.reshape(-1, 256).astype(np.float32))
-    return np.ascontiguousarray(blocks.reshape(len(values), -1))
+    return np.ascontiguousarray(blocks.reshape(*values.shape[:-1], -1))
 
 
 def _codes(values: Floats, highest: int) -> Bytes:

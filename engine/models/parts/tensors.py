@@ -77,7 +77,8 @@ class MatrixSpec:
     """Matrices of a checkpoint that are alike, (rows, columns) each.
 
     names: within the layer, without ".weight". rows: one axis for each matrix that is fused in one.
-    gguf: the names within a layer of a GGUF file; empty where no such file has them.
+    gguf: what a GGUF file calls them within a layer, in turns: a name of one tensor each, or of one
+    for all experts. Empty where no such file has them.
     """
 
     names: tuple[str, ...]
@@ -154,14 +155,15 @@ class VectorSpec:
     """A tensor that is no matrix: a norm, a scale, taps.
 
     name: within the layer, in full. rows: as of `MatrixSpec`. others: its further dimensions.
-    is_norm: whether it is computed with as the model's `NormKind` says; else in float32 if is_wide,
-    or in the type of the model.
+    gguf: its name within a layer of a GGUF file; empty where no such file has it. is_norm: whether
+    it is computed with as the model's `NormKind` says; else in float32 if is_wide, or in the type
+    of the model.
     """
 
     name: str
     rows: tuple[Axis, ...]
     others: tuple[int, ...] = ()
-    gguf: str | None = None
+    gguf: str = ""
     is_norm: bool = False
     is_wide: bool = True
 
@@ -246,17 +248,16 @@ class TensorTable:
                     for name in matrix.names:
                         yield name, matrix.shape, linear
 
-    def shapes(self) -> Iterator[tuple[str, str | None, tuple[int, ...]]]:
-        """The full name, the name in a GGUF file and the shape of every tensor of plain weights."""
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """The full name and the shape of every tensor of plain weights."""
         for vector in self.vectors:
-            yield vector.name, vector.gguf, vector.shape
+            yield vector.name, vector.shape
         for linear in self.linears:
             for matrix in linear.matrices:
-                gguf = matrix.gguf or (None,) * len(matrix.names)
-                for name, other in zip(matrix.names, gguf, strict=True):
-                    yield f"{name}.weight", other and f"{other}.weight", matrix.shape
+                for name in matrix.names:
+                    yield f"{name}.weight", matrix.shape
                     if linear.has_bias:
-                        yield f"{name}.bias", other and f"{other}.bias", matrix.shape[:1]
+                        yield f"{name}.bias", matrix.shape[:1]
 
     def num_step_weights(self) -> int:
         """How many elements every step reads: all but routed experts."""

@@ -84,7 +84,7 @@ def _write_weights(config: ModelConfig, directory: Path) -> None:
 
 
 def _outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shapes = {name: shape for name, _, shape in config.tensors.shapes()}
+    shapes = dict(config.tensors.shapes())
     if config.head.is_tied:
         del shapes["lm_head.weight"]
     return shapes
@@ -92,4 +92,4 @@ def _outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     shapes = config.layers[index].tensors.shapes()
-    return {f"model.layers.{index}.{name}": shape for name, _, shape in shapes}
+    return {f"model.layers.{index}.{name}": shape for name, shape in shapes}

@@ -254,7 +254,7 @@ def test_the_parts_of_a_rank_have_the_shapes_that_their_tensors_are_cut_to(
     model, tensors = saved(tmp_path, family, **options)
     shard = Shard(model, num_ranks - 1, num_ranks)
     for index, layer in enumerate(shard.config.layers):
-        for name, _, shape in layer.tensors.shapes():
+        for name, shape in layer.tensors.shapes():
             full = f"model.layers.{index}.{name}"
             if full in tensors:
                 assert shard.of(full, tensors[full]).shape == shape, full

@@ -112,7 +112,7 @@ class Attention(Part):
         )
         if self.is_fused:
             fused = tuple(rows[name] for name in own)
-            matrices = (MatrixSpec(("self_attn.qkv_proj",), fused, hidden),)
+            matrices = (MatrixSpec(("self_attn.qkv_proj",), fused, hidden, ("attn_qkv",)),)
         output = matrix("self_attn.o_proj", hidden, self._heads(), "attn_output")
         return {
             "qkv": LinearSpec(matrices, self.qkv_bias, adapters=Stack.QKV),

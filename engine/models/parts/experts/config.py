@@ -58,15 +58,14 @@ class Experts(Part):
         """router; shared_gate_up, shared_down, shared_gate: of the shared expert; gate_up, down: of
         all experts, one after the other."""
         hidden, inner = Axis(self.hidden_size), self._inner
-        router = matrix(self.router, Axis(self.num_experts), hidden)
+        router = matrix(self.router, Axis(self.num_experts), hidden, "ffn_gate_inp")
 
-        def stacked(rows: Axis, columns: Axis, *names: str) -> MatrixSpec:
+        def stacked(rows: Axis, columns: Axis, *kinds: str) -> MatrixSpec:
             each = (f"{self.experts}.{number}" for number in range(self.num_experts))
-            names = tuple(f"{expert}.{name}" for expert in each for name in names)
-            return MatrixSpec(names, (rows,), columns)
+            names = tuple(f"{expert}.{kind}_proj" for expert in each for kind in kinds)
+            return MatrixSpec(names, (rows,), columns, tuple(f"ffn_{kind}_exps" for kind in kinds))
 
-        gate_up = stacked(inner, hidden, "gate_proj", "up_proj")
-        down = stacked(hidden, inner, "down_proj")
+        gate_up, down = stacked(inner, hidden, "gate", "up"), stacked(hidden, inner, "down")
         each, biases = self.num_per_token, self.has_biases
         return {
             "router": LinearSpec((router,), biases, is_quantizable=False),
@@ -95,13 +94,21 @@ class Experts(Part):
         the MLP and the experts give, before both are added. factors: of each expert's weight."""
         if not self.is_beside_mlp:
             return {}
-        hidden = (Axis(self.hidden_size),)
+
+        def vector(name: str, size: int, gguf: str) -> VectorSpec:
+            return VectorSpec(name, (Axis(size),), gguf=gguf)
+
+        def norm(place: str, number: int) -> VectorSpec:
+            name, gguf = f"{place}_feedforward_layernorm_{number}", f"{place}_ffw_norm_{number}"
+            return vector(f"{name}.weight", self.hidden_size, f"{gguf}.weight")
+
+        factors = "router.per_expert_scale", self.num_experts, "ffn_down_exps.scale"
         return {
-            "router_norm": VectorSpec("router.scale", hidden),
-            "factors": VectorSpec("router.per_expert_scale", (Axis(self.num_experts),)),
-            "input_norm": VectorSpec("pre_feedforward_layernorm_2.weight", hidden),
-            "mlp_norm": VectorSpec("post_feedforward_layernorm_1.weight", hidden),
-            "output_norm": VectorSpec("post_feedforward_layernorm_2.weight", hidden),
+            "router_norm": vector("router.scale", self.hidden_size, "ffn_gate_inp.scale"),
+            "factors": vector(*factors),
+            "input_norm": norm("pre", 2),
+            "mlp_norm": norm("post", 1),
+            "output_norm": norm("post", 2),
         }
 
     @property

@@ -41,7 +41,7 @@ class MLP(Part):
         names = ("mlp.gate_proj", "mlp.up_proj")
         gate_up = MatrixSpec(names, (inner,), hidden, ("ffn_gate", "ffn_up"))
         if self.is_fused:
-            gate_up = MatrixSpec(("mlp.gate_up_proj",), (inner, inner), hidden)
+            gate_up = MatrixSpec(("mlp.gate_up_proj",), (inner, inner), hidden, ("ffn_up",))
         down = matrix("mlp.down_proj", hidden, inner, "ffn_down")
         return {
             "gate_up": LinearSpec((gate_up,), self.has_bias, adapters=Stack.GATE_UP),

@@ -32,12 +32,13 @@ class Norms(Part):
             found["input_norm"] = self._norm("input_layernorm", "attn_norm")
             found["mlp_norm"] = self._norm(mlp, "ffn_norm")
         if self.post:
-            found["attended_norm"] = self._norm("post_attention_layernorm")
-            found["active_norm"] = self._norm("post_feedforward_layernorm")
+            found["attended_norm"] = self._norm("post_attention_layernorm", "post_attention_norm")
+            found["active_norm"] = self._norm("post_feedforward_layernorm", "post_ffw_norm")
         if self.has_scalar:
-            found["scalar"] = VectorSpec("layer_scalar", (Axis(1),), is_wide=False)
+            scale, one = "layer_output_scale.weight", (Axis(1),)
+            found["scalar"] = VectorSpec("layer_scalar", one, gguf=scale, is_wide=False)
         return found
 
-    def _norm(self, name: str, gguf: str | None = None) -> VectorSpec:
+    def _norm(self, name: str, gguf: str) -> VectorSpec:
         hidden = (Axis(self.hidden_size),)
-        return VectorSpec(f"{name}.weight", hidden, gguf=gguf and f"{gguf}.weight", is_norm=True)
+        return VectorSpec(f"{name}.weight", hidden, gguf=f"{gguf}.weight", is_norm=True)

@@ -34,12 +34,14 @@ class PerLayerInputs(Part):
     def linears(self) -> Mapping[str, LinearSpec]:
         """projection: of the embedded tokens, for all layers."""
         rows, hidden = Axis(self.num_layers * self.size), Axis(self.hidden_size)
-        return {"projection": LinearSpec((matrix(PROJECTION, rows, hidden),))}
+        projection = matrix(PROJECTION, rows, hidden, "per_layer_model_proj")
+        return {"projection": LinearSpec((projection,))}
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
         """norm: of what the projection gives to each layer."""
-        return {"norm": VectorSpec("model.per_layer_projection_norm.weight", (Axis(self.size),))}
+        name, gguf = "model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight"
+        return {"norm": VectorSpec(name, (Axis(self.size),), gguf=gguf)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,11 @@ class PerLayerInput(Part):
     @property
     def linears(self) -> Mapping[str, LinearSpec]:
         hidden, size = Axis(self.hidden_size), Axis(self.size)
-        gate = matrix("per_layer_input_gate", size, hidden)
-        projection = matrix("per_layer_projection", hidden, size)
+        gate = matrix("per_layer_input_gate", size, hidden, "inp_gate")
+        projection = matrix("per_layer_projection", hidden, size, "proj")
         return {"gate": LinearSpec((gate,)), "projection": LinearSpec((projection,))}
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
         name = "post_per_layer_input_norm.weight"
-        return {"norm": VectorSpec(name, (Axis(self.hidden_size),))}
+        return {"norm": VectorSpec(name, (Axis(self.hidden_size),), gguf="post_norm.weight")}

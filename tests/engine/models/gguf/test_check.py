@@ -9,15 +9,16 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
+from penstock.engine.files.gguf.file import open_gguf
 from penstock.engine.hub.gguf import check_gguf
 from penstock.engine.hub.hub import open_model
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.parts.attention.rope import RopeConfig
 from tests.support.changed_models import changed
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf_files import WRITTEN, write_gguf
 from tests.support.paths import DEMO_MODEL
-from tests.support.tiny_models import FAMILIES, make_model, save
+from tests.support.tiny_models import make_model, save
 
 
 def written(path: Path, family: str = "llama2", **metadata: Any) -> Path:
@@ -32,25 +33,26 @@ def refusal(path: Path) -> InvalidModel:
     return refused.value
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if name not in ("llama_yarn", "qwen2_window")]
-)
+@pytest.mark.parametrize("family", WRITTEN)
 def test_the_configuration_is_that_of_config_json(tmp_path: Path, family: str) -> None:
     """But Llama 3's scaling of frequencies, which GGUF has as the factors that follow of it, and
-    what a Mistral without a window is called."""
-    original = ModelConfig.from_dir(save(make_model(family), tmp_path))
-    found = check_gguf(written(tmp_path, family))
-    ropes = [original.attentions[0].rope, found.attentions[0].rope]
-    of_original, of_found = ropes
+    what a Mistral without a window, and a text model of images, are called."""
+    model = make_model(family, **WRITTEN[family])
+    original = ModelConfig.from_dir(save(model, tmp_path))
+    found = check_gguf(write_gguf(tmp_path / "model.gguf", model))
+    of_original, of_found = original.attentions[0].rope, found.attentions[0].rope
     assert of_original is not None and of_found is not None
-    of_llama = changed(found, mixer={"rope": of_original})
-    assert replace(of_llama, family=original.family) == original
     if of_original.kind == "llama3":
         assert of_found.kind == "longrope"
         assert of_found.divisors[0] == 1 and of_found.divisors[-1] == pytest.approx(8)
-    else:
-        assert of_found == of_original
-    assert found.family in (original.family, "llama")
+    if of_original.kind == "longrope":
+        assert of_found.attention_factor == pytest.approx(of_original.attention_factor)
+        assert of_found.divisors == pytest.approx(of_original.divisors)
+        assert of_found.long_divisors == pytest.approx(of_original.long_divisors)
+    if of_original.kind in ("llama3", "longrope"):
+        found = changed(found, mixer={"rope": of_original})
+    assert replace(found, family=original.family, is_wrapped=original.is_wrapped) == original
+    assert found.family in (original.family, "llama", "gemma4_text")
 
 
 def test_rope_scaling_of_older_files_is_linear(tmp_path: Path) -> None:
@@ -62,9 +64,9 @@ def test_rope_scaling_of_older_files_is_linear(tmp_path: Path) -> None:
     ("metadata", "expected", "brief"),
     [
         (
-            {"general__architecture": "gemma3"},
-            "has the architecture 'gemma3', which is not supported; supported in GGUF are llama,",
-            "gemma3 is not supported",
+            {"general__architecture": "gemma2"},
+            "has the architecture 'gemma2', which is not supported; supported in GGUF are llama,",
+            "gemma2 is not supported",
         ),
         ({"general__architecture": 7}, "has the architecture 7", "7 is not supported"),
         ({"general__type": "mmproj"}, "is a GGUF file of the type 'mmproj'", "not a model"),
@@ -78,6 +80,7 @@ def test_rope_scaling_of_older_files_is_linear(tmp_path: Path) -> None:
         ({"llama__attention__head_count": 8}, "of the shape (", "has an unexpected shape"),
         ({"llama__attention__value_length": 8}, "keys of 16 and values of 8", "keys"),
         ({"llama__rope__dimension_count": 8}, "rotates 8 of a head's 16", "rotates 8"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "llama.rope.scaling.attn_factor", "attn_"),
         ({"llama__attention__causal": False}, "is_causal: false", "is_causal"),
         ({"llama__rope__scaling__type": "longrope"}, "'short_factor' must be 8", "short_factor"),
         ({"llama__residual_scale": 0.5}, "residual_multiplier: 0.5", "residual"),
@@ -90,6 +93,45 @@ def test_what_is_not_supported_is_named(
     error = refusal(written(tmp_path, **metadata))
     assert expected in str(error)
     assert brief in error.brief
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "expected"),
+    [
+        ("olmo3", {"attention__sliding_window_pattern": 0}, "the pattern 0 of layers with a"),
+        ("olmo3", {"attention__sliding_window_pattern": [True] * 3}, "for 3 layers, and 2 layers"),
+        ("gemma4", {"attention__head_count_kv": [1, 2]}, "head_count_kv for 2 layers, and 3"),
+        ("gemma4", {"attention__key_length": 16}, "of 16 and values of 32"),
+        ("granite", {"rope__scaling__finetuned": False}, "layers without rotary positions"),
+        ("qwen3", {"rope__dimension_count": 8}, "only models of qwen3 that rotate all of them"),
+        ("phi4_mini", {"rope__dimension_count": 5}, "partial_rotary_factor rotates 5"),
+        ("phi4_mini", {"rope__dimension_count": "8"}, "rotates '8' of a head's 16"),
+    ],
+)
+def test_what_layers_have_is_checked(
+    tmp_path: Path, family: str, metadata: dict[str, Any], expected: str
+) -> None:
+    model = make_model(family, **WRITTEN[family])
+    plain = write_gguf(tmp_path / "plain.gguf", model)
+    name = open_gguf(plain).metadata["general.architecture"]
+    keys = {f"{name}.{key.replace('__', '.')}": value for key, value in metadata.items()}
+    assert expected in str(refusal(write_gguf(tmp_path / "model.gguf", model, metadata=keys)))
+
+
+def test_gemma_4s_share_of_a_head_is_in_the_factors_of_its_frequencies(tmp_path: Path) -> None:
+    def with_factors(*factors: float) -> Any:
+        values = np.array(factors, np.float32)
+        return lambda tensors: {**tensors, "rope_freqs.weight": values}
+
+    for num in range(1, 16):  # of 16 pairs
+        factors = with_factors(*[1.0] * num, *[1e30] * (16 - num))
+        path = write_gguf(tmp_path / f"{num}.gguf", make_model("gemma4"), arrange=factors)
+        rope = check_gguf(path).layers[-1].attention
+        assert rope is not None and rope.rope is not None and rope.rope.kind == "proportional"
+        assert int(rope.rope.share * 32 // 2) == num
+    other = with_factors(*[1.0] * 8, *[2.0] * 8)
+    path = write_gguf(tmp_path / "other.gguf", make_model("gemma4"), arrange=other)
+    assert "other than ones, and then numbers that stop a rotation" in str(refusal(path))
 
 
 def test_a_tensor_that_the_architecture_does_not_compute_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     model = make_model("llama3.1_rope", num_hidden_layers=1, vocab_size=2048)
     write_gguf(directory / "m-F32.gguf", model, tokenizer=DEMO_MODEL)
     write_gguf(directory / "m-Q8_0.gguf", model, tokenizer=DEMO_MODEL, num_parts=2)
-    metadata = {"general.architecture": "gemma3"}
+    metadata = {"general.architecture": "gemma2"}
     write_gguf(directory / "other-Q4_0.gguf", model, metadata=metadata)
     return {path.name: path.read_bytes() for path in directory.iterdir()} | {"README.md": b""}
 
@@ -57,7 +57,7 @@ def test_all_parts_of_a_split_file_are_downloaded(hub: StubHub, tmp_path: Path) 
 
 def test_what_cannot_be_served_is_refused_by_its_header(hub: StubHub, tmp_path: Path) -> None:
     message = refusal(hub, tmp_path, f"{NAME}:Q4_0")
-    assert message.startswith(f"{NAME}/other-Q4_0.gguf has the architecture 'gemma3'")
+    assert message.startswith(f"{NAME}/other-Q4_0.gguf has the architecture 'gemma2'")
     assert not list(tmp_path.glob("hub/**/*.gguf"))
     hub.repositories[NAME]["other-Q4_0.gguf"] = b"<html>not found</html>"
     assert "other-Q4_0.gguf is not a GGUF file" in refusal(hub, tmp_path, f"{NAME}:Q4_0")

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from penstock.engine.config import LoadFormat
+from penstock.engine.files.gguf.file import open_gguf
 from penstock.engine.hub.gguf import check_gguf
 from penstock.engine.loading.weights import Widened, weight_bytes
 from penstock.engine.models.config import ModelConfig
@@ -19,21 +20,29 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.formats.kept import AsStored
-from penstock.engine.models.gguf.weights import GgufWeights, weight_formats
+from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes, weight_formats
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear, StackedLinear
 from penstock.engine.native.packing import FORMATS
 from tests.support.gguf_blocks import quantized_blocks
-from tests.support.gguf_files import TypeOf, load_transformers, plain, quantized, write_gguf
+from tests.support.gguf_files import (
+    WRITTEN,
+    Arrange,
+    TypeOf,
+    load_transformers,
+    plain,
+    quantized,
+    with_fused_heads,
+    with_gates_apart,
+    write_gguf,
+)
 from tests.support.paths import STORIES
 from tests.support.stories import needs_stories
-from tests.support.tiny_models import FAMILIES, Harness, make_model
+from tests.support.tiny_models import Harness, make_model
 
 PROMPT = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
 IN_BLOCKS_OF_256 = (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
 QUANTIZED = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, *IN_BLOCKS_OF_256)
-# The metadata has no place for these settings of YaRN.
-WRITTEN = [family for family in FAMILIES if family not in ("llama_yarn", "qwen2_window")]
 
 
 def logits(path: Path, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
@@ -57,12 +66,74 @@ def source(path: Path, dtype: torch.dtype = torch.float32, *, keeps_codes: bool)
 
 @pytest.mark.parametrize("family", WRITTEN)
 def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    model = make_model(family)
+    model = make_model(family, **WRITTEN[family])
     path = write_gguf(tmp_path / "model.gguf", model)
     assert check_gguf(path) == ModelConfig.from_dir(path)
     with torch.inference_mode():
         expected = model(PROMPT.unsqueeze(0)).logits[0]
     torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "arrange"),
+    [
+        ("qwen2", with_fused_heads),
+        ("llama_biases", with_fused_heads),
+        ("gemma4_moe", with_gates_apart),
+    ],
+)
+def test_tensors_that_are_stacked_or_apart_are_the_same_model(
+    tmp_path: Path, family: str, arrange: Arrange
+) -> None:
+    model = make_model(family)
+    usual = write_gguf(tmp_path / "usual.gguf", model)
+    other = write_gguf(tmp_path / "other.gguf", model, arrange=arrange)
+    assert check_gguf(other) == check_gguf(usual)
+    assert torch.equal(logits(other), logits(usual))
+
+
+def test_keys_that_another_layer_has_may_be_in_the_file(tmp_path: Path) -> None:
+    """As in files of Gemma 4 E2B and E4B, whose last layers read those of layers before."""
+    model = make_model("gemma4_small_wrapped")
+
+    def with_keys(tensors: dict[str, Any]) -> dict[str, Any]:
+        first = {name: values for name, values in tensors.items() if name.startswith("blk.1.attn")}
+        unused = (name for name in first if name.split(".")[2] in ("attn_k", "attn_v"))
+        return {name.replace("blk.1.", "blk.4."): first[name] for name in unused} | tensors
+
+    usual = write_gguf(tmp_path / "usual.gguf", model)
+    other = write_gguf(tmp_path / "other.gguf", model, arrange=with_keys)
+    assert "blk.4.attn_k.weight" in open_gguf(other).tensors
+    assert "blk.4.attn_k.weight" not in open_gguf(usual).tensors
+    assert check_gguf(other) == check_gguf(usual)
+    assert torch.equal(logits(other), logits(usual))
+
+
+@pytest.mark.parametrize("kind", [Type.BF16, Type.Q8_0], ids=lambda kind: kind.name)
+def test_a_table_stays_in_its_file_and_its_rows_are_its_numbers(tmp_path: Path, kind: Type) -> None:
+    model = make_model("gemma4_small_wrapped", hidden_size_per_layer_input=32)
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(kind))
+    name = "model.embed_tokens_per_layer.weight"
+    whole = model.state_dict()[name.replace("model.", "model.language_model.")]
+    packed = gguf.quants.quantize(whole.numpy(), kind)
+    expected = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
+    ids = torch.tensor([0, 95, 7, 7])
+    dtype = torch.bfloat16  # of the other weights: that of the table is its own
+    rows = source(path, dtype, keeps_codes=True).table((2048, 7 * 32), name)(ids)
+    assert torch.equal(rows.float(), expected[ids])
+    assert loaded_bytes(path, dtype, kept_formats(True).num_bytes, one_stage(path)) < whole.nbytes
+
+
+def one_stage(path: Path) -> Stage:
+    return Stage(ModelConfig.from_dir(path), 0, 1)
+
+
+@pytest.mark.parametrize("family", ["phi4", "granite", "olmo2", "gemma3", "gemma4_moe"])
+def test_codes_have_the_logits_of_their_numbers(tmp_path: Path, family: str) -> None:
+    model = make_model(family, **WRITTEN[family])
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(Type.Q8_0))
+    plainly = logits(path, kept=kept_formats(False))
+    torch.testing.assert_close(logits(path, kept=kept_formats(True)), plainly, atol=1e-4, rtol=0)
 
 
 def test_a_model_in_several_files_is_read_as_one(tmp_path: Path) -> None:
@@ -178,7 +249,7 @@ def test_block_scales_that_are_one_number_more_are_no_matrices_that_grew(
     [*map(quantized, (Type.F32, Type.Q8_0, Type.Q5_0)), with_plain_values],
     ids=["F32", "Q8_0", "Q5_0", "mixed"],
 )
-@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "phi4"])
 @pytest.mark.parametrize("keeps_codes", [True, False])
 def test_the_memory_of_weights_is_known_before_they_are_read(
     tmp_path: Path, family: str, type_of: TypeOf, keeps_codes: bool

@@ -1,0 +1,158 @@
+"""The architectures of GGUF files that are read: a row each says of which family they are, and in
+what their metadata and tensors are not as those of most.
+
+One more architecture of a family that is served is one more row here, where the parts of its layers
+declare what GGUF calls their tensors. Source: llama.cpp's conversion/*.py, which writes the files,
+and src/models/*.cpp, which reads them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.files.gguf.keys import Keys, quotient
+from penstock.engine.files.gguf.rope import FULL, SLIDING, proportional, ropes_by_kind
+
+Settings = dict[str, Any]
+
+
+def _nothing_else(keys: Keys, config: Settings) -> Settings:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """family: its model_type in config.json. read: returns what config.json has beside, or in place
+    of, what all have; config: the latter. is_permuted: llama.cpp rotates pairs of neighbours, so
+    the rows of each head of queries and keys have another order. rotates_parts: of a head, in some
+    models. renamed: kinds of tensors that it names in another way than others. unused: tensors, as
+    a regular expression, that have no effect.
+    """
+
+    family: str
+    read: Callable[[Keys, Settings], Settings] = _nothing_else
+    is_permuted: bool = False
+    rotates_parts: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: str = ""
+
+
+def _windows(keys: Keys, period: int) -> Settings:
+    """Returns the kind of each layer. period: every which layer has no window, where the file does
+    not say it; it gives that, or says of each layer whether it has one."""
+    window, num_layers = keys.get("attention.sliding_window"), keys.num_layers
+    if not window:
+        return {"layer_types": [FULL] * num_layers}
+    pattern = keys.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, list):
+        have_windows = keys.by_layer("attention.sliding_window_pattern")
+    elif isinstance(pattern, int) and pattern > 0:
+        have_windows = [(index + 1) % pattern != 0 for index in range(num_layers)]
+    else:
+        raise keys.wrong(f"the pattern {pattern!r:.40} of layers with a window")
+    kinds = [SLIDING if each else FULL for each in have_windows]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _llama(keys: Keys, config: Settings) -> Settings:
+    window = keys.get("attention.sliding_window")
+    return {"model_type": "mistral", "sliding_window": window} if window else {}
+
+
+def _mistral3(keys: Keys, config: Settings) -> Settings:
+    """Ministral 3, or Mistral Small 3.1 and 3.2, whose text model is a Mistral without a window."""
+    scale = keys.get("attention.temperature_scale")
+    if not scale:
+        return {"sliding_window": None}
+    rope = {**config["rope_parameters"], "llama_4_scaling_beta": scale}
+    return {"model_type": "ministral3", "sliding_window": None, "rope_parameters": rope}
+
+
+def _phi3(keys: Keys, config: Settings) -> Settings:
+    return {"sliding_window": keys.get("attention.sliding_window") or None}  # 0 for none
+
+
+def _granite(keys: Keys, config: Settings) -> Settings:
+    if not keys.get("rope.scaling.finetuned", True):
+        raise keys.wrong("layers without rotary positions, which are not supported in Granite")
+    return {}
+
+
+def _olmo2(keys: Keys, config: Settings) -> Settings:
+    """OLMo 2, or 3, which has windows."""
+    windows = _windows(keys, 4)
+    if "sliding_window" not in windows:
+        return {}
+    return {"model_type": "olmo3", "rope_parameters": ropes_by_kind(keys), **windows}
+
+
+def _seed_oss(keys: Keys, config: Settings) -> Settings:
+    return {"attention_out_bias": keys.has("blk.0.attn_output.bias")}
+
+
+def _exaone4(keys: Keys, config: Settings) -> Settings:
+    return {"sliding_window": None, **_windows(keys, 4)}
+
+
+def _gemma3(keys: Keys, config: Settings) -> Settings:
+    """The file does not say what scores are divided by; llama.cpp knows the 27B by its layers."""
+    is_27b = keys.num_layers == 62
+    per_head = quotient(config["hidden_size"], config["num_attention_heads"])
+    return {
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+        "rope_parameters": ropes_by_kind(keys, 10_000.0),
+        **_windows(keys, 6),
+    }
+
+
+def _gemma4(keys: Keys, config: Settings) -> Settings:
+    if not keys.num_layers:
+        return {}
+    windows = _windows(keys, 6)
+    heads, sizes = keys.by_layer("attention.head_count_kv"), keys.by_layer("feed_forward_length")
+    kinds = [*windows["layer_types"][:-1], FULL]  # as transformers: the last has no window
+    full = [index for index, kind in enumerate(kinds) if kind == FULL]
+    of_full = {"head_dim": config["head_dim"], "num_key_value_heads": heads[full[0]]}
+    table = keys.gguf.tensors.get("per_layer_token_embd.weight")
+    found = {
+        **windows,
+        "head_dim": keys.get("attention.key_length_swa"),
+        "num_key_value_heads": heads[kinds.index(SLIDING)] if SLIDING in kinds else heads[0],
+        "per_layer_config": {str(index): of_full for index in full},
+        "attention_k_eq_v": not keys.has(f"blk.{full[0]}.attn_v.weight"),
+        "num_kv_shared_layers": keys.get("attention.shared_kv_layers", 0),
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": len(set(sizes)) > 1,
+        "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": table.shape[0] if table else None,
+        "rope_parameters": {**ropes_by_kind(keys, 10_000.0), FULL: proportional(keys)},
+    }
+    if keys.get("expert_count"):
+        found["enable_moe_block"] = True
+        found["top_k_experts"] = keys.get("expert_used_count")
+        found["moe_intermediate_size"] = keys.get("expert_feed_forward_length")
+    return found
+
+
+# By general.architecture.
+ARCHITECTURES = {
+    "llama": Architecture(family="llama", read=_llama, is_permuted=True),
+    "mistral3": Architecture(family="mistral", read=_mistral3, is_permuted=True),
+    "qwen2": Architecture(family="qwen2"),
+    "qwen3": Architecture(family="qwen3"),
+    "phi3": Architecture(family="phi3", read=_phi3, rotates_parts=True),
+    "smollm3": Architecture(family="smollm3", is_permuted=True),
+    "granite": Architecture(family="granite", read=_granite, is_permuted=True),
+    "olmo2": Architecture(family="olmo2", read=_olmo2),
+    "seed_oss": Architecture(
+        family="seed_oss", read=_seed_oss, renamed={"ffn_norm": "post_attention_norm"}
+    ),
+    "exaone4": Architecture(family="exaone4", read=_exaone4),
+    "gemma3": Architecture(family="gemma3_text", read=_gemma3),
+    "gemma4": Architecture(
+        family="gemma4_text",
+        read=_gemma4,
+        # Keys and values of layers that read those of another.
+        unused=r"blk\.\d+\.attn_(k|v|k_norm)\.weight",
+    ),
+}
