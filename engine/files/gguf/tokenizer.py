@@ -1,10 +1,11 @@
 """The tokenizer in a GGUF file's metadata, as a tokenizer.json.
 
-Byte-level BPE (`gpt2`) keeps its merges in the file. SentencePiece's BPE (`llama`) has a score for
-each token instead: of two neighbours, those are merged whose union has the highest, and merges in
-that order are the same. Both give the ids of the tokenizer that was converted, except that GGUF has
-no place for some details of Hugging Face's: whether a space is put before a text that follows a
-special token (llama.cpp does so, as Llama 2), and whether special tokens take spaces beside them.
+Byte-level BPE (`gpt2`) keeps its merges in the file, and so does Gemma 4's (`gemma4`), which is
+otherwise as SentencePiece's BPE (`llama`). That has a score for each token instead: of two
+neighbours, those are merged whose union has the highest, and merges in that order are the same. All
+give the ids of the tokenizer that was converted, except that GGUF has no place for some details of
+Hugging Face's: whether a space is put before a text that follows a special token (llama.cpp does
+so, as Llama 2), and whether special tokens take spaces beside them, which is known of Phi-3's.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,9 @@ from penstock.engine.files.gguf.tokens import (
     Tokens,
 )
 
+_SENTENCE_PIECE = ("llama", "gemma4")  # with scores of tokens, or with merges
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 # More than any token of SentencePiece has: pairs of parts are as many.
 _MAX_MERGED_CHARS = 256
 
@@ -44,18 +47,35 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # The gap is for digits: how many together.
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-_LLAMA3 = _WORDS % r"\p{N}{1,3}"
+_THREE_DIGITS = r"\p{N}{1,3}"
+_LLAMA3 = _WORDS % _THREE_DIGITS
 _QWEN2 = _WORDS % r"\p{N}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+# The gaps are for contractions after a word, twice, and for digits.
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+_TEKKEN = _CASED % ("", "", r"\p{N}")
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", _THREE_DIGITS)
+# Digits first, then letters of Chinese and Japanese, then the rest.
+_DEEPSEEK3 = (
+    _THREE_DIGITS,
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
 
 
-def split(regex: str) -> PreTokenizer:
-    """Splits a text into words, and these into the letters of bytes."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), _BYTES])
+def split(*regexes: str) -> PreTokenizer:
+    """Splits a text into words, by one after the other, and these into the letters of bytes."""
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
+    return pre_tokenizers.Sequence([*splits, _BYTES])
 
 
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,22 +95,21 @@ class Words:
 
 
 _LLAMA3_BPE = Words(split(_LLAMA3), ignores_merges=True, adds_bos=True)
-_SINGLE_DIGITS = Words(_DIGITS)
+_TEKKEN_BPE = Words(split(_TEKKEN), ignores_merges=True, adds_bos=True)
 # Source: llama.cpp's names for the tokenizers of models; the rules are those models' own.
 WORDS = {
-    "llama-bpe": _LLAMA3_BPE,
-    "llama3": _LLAMA3_BPE,
-    "llama-v3": _LLAMA3_BPE,
-    "dbrx": Words(split(_LLAMA3)),
-    "smaug-bpe": Words(split(_LLAMA3)),
-    "tekken": Words(split(_TEKKEN), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_BPE),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4"), Words(split(_LLAMA3))),
+    # The second is Mistral's newer name, for which llama.cpp has the words of Llama 3.
+    **dict.fromkeys(("tekken", "pixtral"), _TEKKEN_BPE),
     "qwen2": Words(split(_QWEN2), normalizer=normalizers.NFC()),
     "deepseek-r1-qwen": Words(split(_QWEN2)),
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,
-    "minerva-7b": _SINGLE_DIGITS,
-    "gpt-2": Words(_GPT2),
+    "qwen35": Words(split(_QWEN35), normalizer=normalizers.NFC()),
+    "gpt-4o": Words(split(_GPT4O)),
+    "deepseek-v3": Words(split(*_DEEPSEEK3)),
+    "seed-coder": Words(split(_SEED)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), Words(_DIGITS)),
+    **dict.fromkeys(("gpt-2", "exaone4"), Words(_GPT2)),
 }
 
 
@@ -104,10 +123,17 @@ def read_tokenizer(path: Path) -> str:
 def tokenizer_json(tokens: Tokens, rules: Words | None) -> str:
     """rules: None for SentencePiece."""
     tokenizer = _sentence_piece(tokens) if rules is None else _byte_level(tokens, rules)
+    # Phi-3's take the spaces after them; its template has a line's end there.
+    strips = rules is None and tokens.metadata.get("general.architecture") == "phi3"
     # These are found in a text before anything else. In one call, as each makes their index anew.
     tokenizer.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+            AddedToken(
+                token,
+                normalized=False,
+                special=kind != USER_DEFINED,
+                rstrip=strips and token not in _NEVER_STRIP,
+            )
             for token, kind in zip(tokens.texts, tokens.kinds, strict=True)
             if token and kind in (UNKNOWN, CONTROL, USER_DEFINED)
         ]
@@ -135,13 +161,13 @@ def _checked_rules(tokens: Tokens) -> Words | None:
             f"{path} has no tokenizer; convert the model again", brief="no tokenizer"
         )
     model, name = tokens.get("model", str), tokens.get("pre", str)
-    if model == "llama":
+    if model in _SENTENCE_PIECE:
         return None
     if model != "gpt2":
         raise InvalidModel(
             f"{path} has a tokenizer of the kind {model!r:.40}, which is not supported; supported "
-            "are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece's BPE): use the version of the "
-            "model in safetensors",
+            "are 'gpt2' (byte-level BPE), 'llama' (SentencePiece's BPE) and 'gemma4': use the "
+            "version of the model in safetensors",
             brief=f"the tokenizer {model!r:.40} is not supported",
         )
     architecture = tokens.metadata.get("general.architecture")
@@ -157,13 +183,16 @@ def _checked_rules(tokens: Tokens) -> Words | None:
     return WORDS[name]
 
 
-def _byte_level(tokens: Tokens, rules: Words) -> Tokenizer:
-    merges = []
+def _merges(tokens: Tokens) -> Iterator[tuple[str, str]]:
     for merge in tokens.values("merges", str):
         left, separator, right = merge.partition(" ")
         if not (left and separator and right):
             raise tokens.wrong("merges", "pairs of tokens")
-        merges.append((left, right))
+        yield left, right
+
+
+def _byte_level(tokens: Tokens, rules: Words) -> Tokenizer:
+    merges = list(_merges(tokens))
     model = models.BPE(_vocabulary(tokens), merges, ignore_merges=rules.ignores_merges)
     tokenizer = Tokenizer(model)
     if rules.normalizer is not None:
@@ -175,12 +204,14 @@ def _byte_level(tokens: Tokens, rules: Words) -> Tokenizer:
 
 
 def _sentence_piece(tokens: Tokens) -> Tokenizer:
-    adds_space = tokens.get("add_space_prefix", bool, default=True)
+    has_scores = tokens.get("model", str) == "llama"
+    adds_space = tokens.get("add_space_prefix", bool, default=has_scores)
     unknown, vocabulary = tokens.id_of("unknown"), _vocabulary(tokens)
+    merges = _merges_by_score(tokens, vocabulary) if has_scores else _merges(tokens)
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
-            list(_merges_by_score(tokens, vocabulary)),
+            list(merges),
             unk_token=None if unknown is None else tokens.texts[unknown],
             fuse_unk=True,
             byte_fallback=True,

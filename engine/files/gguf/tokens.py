@@ -15,10 +15,16 @@ _HF_NAMES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
-        *("</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>"),
+        *("</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<end_of_turn>", "<turn|>"),
         *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        *("<|tool_response>", "<|return|>", "<|call|>"),
     )
 )
+# And which do not where all of others are there: a message ends, and another follows.
+_NO_ENDS = {
+    "<|end|>": frozenset({"<|return|>", "<|call|>"}),  # gpt-oss
+    "</s>": frozenset({"<|tool_response>"}),  # Gemma 4
+}
 
 
 class Tokens:
@@ -53,12 +59,16 @@ class Tokens:
     def end_ids(self) -> list[int]:
         """Every id that ends an answer, the one that the file names first."""
         named = [self.id_of(kind) for kind in ("eos", "eot", "eom")]
-        by_text = [
-            token_id
+        by_text = {
+            text: token_id
             for token_id, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True))
             if text in _ENDS and kind in (CONTROL, USER_DEFINED)
-        ]
-        return list(dict.fromkeys(each for each in (*named, *by_text) if each is not None))
+        }
+        for text, others in _NO_ENDS.items():
+            if others <= by_text.keys():
+                by_text.pop(text, None)
+        ids = (*named, *by_text.values())
+        return list(dict.fromkeys(each for each in ids if each is not None))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         value = self.metadata.get(PREFIX + key)

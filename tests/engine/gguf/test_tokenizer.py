@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import GemmaTokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.integrations.gguf import gguf_tokenizer_mapping
+from transformers.tokenization_utils_base import generate_merges
 
 from penstock.engine.errors import InvalidModel
 from penstock.engine.files.gguf.file import open_gguf
 from penstock.engine.files.gguf.settings import read_settings
 from penstock.engine.files.gguf.tokenizer import WORDS, check_tokenizer, read_tokenizer
+from penstock.engine.files.gguf.tokens import Tokens
 from tests.support.gguf_files import write_gguf
 from tests.support.paths import DEMO_MODEL, ROOT, STORIES
 from tests.support.tiny_models import make_model
@@ -130,6 +141,121 @@ def test_the_words_of_llama_3_are_those_of_its_conversion_in_transformers(tmp_pa
     assert ids(converted) == [[0, *each] for each in ids(original)]
 
 
+@pytest.mark.parametrize("name", [name for name in WORDS if name != "pixtral"])
+def test_words_are_those_that_transformers_knows_by_the_same_name(name: str) -> None:
+    """It has llama.cpp's for pixtral, which is a name of Mistral's, and not the model's own."""
+    theirs = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS.get(name)
+    if theirs is None:
+        pytest.skip("transformers does not know it")
+    spec = json.loads(bare(WORDS[name].rules).to_str())["pre_tokenizer"]
+    assert spec["pretokenizers"][0]["pattern"] == {"Regex": theirs}
+
+
+def bare(rules: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = rules
+    return tokenizer
+
+
+def test_words_of_deepseek_are_split_by_three_rules() -> None:
+    rules = WORDS["deepseek-v3"].rules
+    words = [word for word, _ in rules.pre_tokenize_str("x=12345 \u4e2d\u6587ab 'tis")]
+    chinese = "\u00e4\u00b8\u0143\u00e6\u0138\u0129"  # as the letters of its bytes
+    assert words == ["x", "=", "123", "45", "\u0120", chinese, "ab", "\u0120'", "tis"]
+
+
+# Of spaces and of line ends, which are tokens of Gemma.
+RUNS = [sign * length for sign in "\u2581\n" for length in range(2, 9)]
+
+
+def gemma_like(*, has_merges: bool) -> tuple[dict[str, int], Tokenizer]:
+    """A vocabulary in Gemma's order, special tokens, bytes, spaces, and then learned ones, and the
+    tokenizer that transformers' class makes of it."""
+    learner = Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", "\u2581")
+    learner.pre_tokenizer = pre_tokenizers.Split(Regex("\n+|\u2581{2,}"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False)
+    learner.train_from_iterator([(ROOT / "README.md").read_text(), *TEXTS], trainer)
+    learned = learner.get_vocab()
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    others = [text for text in sorted(learned, key=lambda text: learned[text]) if text not in RUNS]
+    if not has_merges:  # no other runs, as in Gemma
+        others = [text for text in others if len(text) == 1 or text.strip("\n\u2581")]
+    vocabulary = {text: i for i, text in enumerate([*special, *bytes_, *RUNS, *others])}
+    if has_merges:
+        merges: Any = [tuple(each) for each in json.loads(learner.to_str())["model"]["merges"]]
+    else:
+        merges = generate_merges(vocabulary, {text: -i for text, i in vocabulary.items()})
+    theirs: Any = GemmaTokenizer(vocab=vocabulary, merges=merges)
+    theirs.add_special_tokens({"additional_special_tokens": special[-2:]})
+    return vocabulary, theirs._tokenizer
+
+
+def write_gemma(path: Path, model: str, vocabulary: dict[str, int], merges: list[str]) -> Path:
+    """As llama.cpp's converter writes the tokenizers of Gemma 3, and of Gemma 4."""
+    kinds = [TokenType.NORMAL] * len(vocabulary)
+    kinds[:7] = [TokenType.CONTROL] * 7
+    kinds[3] = TokenType.UNKNOWN
+    kinds[7:263] = [TokenType.BYTE] * 256
+    texts = list(vocabulary)
+    writer = GGUFWriter(path, "gemma3")
+    writer.add_tokenizer_model(model)
+    if model == "llama":
+        # As SentencePiece's, these are found before anything else, with spaces as in a text.
+        found = slice(263, 263 + len(RUNS))
+        kinds[found] = [TokenType.USER_DEFINED] * len(RUNS)
+        texts[found] = [text.replace("\u2581", " ") for text in RUNS]
+        writer.add_token_scores([-float(i) for i in range(len(texts))])
+    else:
+        writer.add_token_scores([-1000.0] * len(texts))
+        writer.add_token_merges(merges)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    for kind, token_id in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{kind}_token_id")(token_id)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(True)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    return path
+
+
+def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "phi3")
+    writer.add_tokenizer_model("llama")
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", "<0x0A>", "\u2581", "a", "\u2581a"]
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(each) for each in range(len(tokens))])
+    special = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 3]
+    writer.add_token_types([*special, TokenType.BYTE, *[TokenType.NORMAL] * 3])
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(False)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    tokenizer = Tokenizer.from_str(read_tokenizer(tmp_path / "model.gguf"))
+    assert tokenizer.encode("<|end|>\n a<|end|>").ids == [3, 6, 3]
+    assert tokenizer.encode("</s> a<s>\n<s> a").ids == [2, 6, 1, 4, 1, 7]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma4"])
+def test_gemmas_ids_are_those_of_its_class_in_transformers(tmp_path: Path, model: str) -> None:
+    vocabulary, original = gemma_like(has_merges=model == "gemma4")
+    merges = [" ".join(each) for each in json.loads(original.to_str())["model"]["merges"]]
+    path = write_gemma(tmp_path / "m.gguf", model, vocabulary, merges)
+    converted = Tokenizer.from_str(read_tokenizer(path))
+    for text in [*TEXTS, "a   b\n\n\nc", "<start_of_turn>user\nHi<end_of_turn>\n"]:
+        expected = original.encode(text, add_special_tokens=False).ids
+        assert converted.encode(text, add_special_tokens=False).ids == expected, text
+        assert converted.encode(text).ids == [2, *expected]
+        for skips in (True, False):
+            decoded = converted.decode(expected, skip_special_tokens=skips)
+            assert decoded == original.decode(expected, skip_special_tokens=skips)
+
+
 @pytest.mark.parametrize("name", WORDS)
 def test_every_kind_of_words_gives_back_the_text(tmp_path: Path, name: str) -> None:
     converted = reread(tmp_path / "m.gguf", DEMO_MODEL, pre=name, add_bos_token=False)
@@ -193,6 +319,36 @@ def test_every_token_that_ends_an_answer_is_known(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", DEMO_MODEL, eot_token_id=17)
     found = read_settings(path, "generation_config.json")
     assert found == {"eos_token_id": [2, 17, 0]}  # named, and <|endoftext|>
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["<|return|>", "<|end|>", "<|call|>", "<|start|>"], [0, 2]),  # gpt-oss
+        (["<|end|>", "<|endoftext|>", "<|call|>"], [0, 1, 2]),
+        (["<eos>", "<turn|>", "</s>", "<|tool_response>"], [0, 1, 3]),  # Gemma 4
+        (["<eos>", "</s>", "<end_of_turn>"], [0, 1, 2]),
+    ],
+)
+def test_a_token_that_ends_a_message_may_not_end_an_answer(
+    texts: list[str], expected: list[int]
+) -> None:
+    kinds = [TokenType.CONTROL] * len(texts)
+    metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
+    assert Tokens(Path("m.gguf"), metadata).end_ids() == expected
+
+
+def test_several_chat_templates_have_their_names(tmp_path: Path) -> None:
+    more = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools"}
+    model = make_model("llama2", num_hidden_layers=1, vocab_size=2048)
+    path = write_gguf(tmp_path / "model.gguf", model, tokenizer=DEMO_MODEL, metadata=more)
+    found = read_settings(path, "tokenizer_config.json")
+    original = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+    assert found is not None
+    assert found["chat_template"] == [
+        {"name": "default", "template": original["chat_template"]},
+        {"name": "tool_use", "template": "tools"},
+    ]
 
 
 def test_defaults_of_sampling_are_read(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Files that llama.cpp's converter writes of every family have the logits of transformers, and
+those of llama.cpp's server."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.hub.gguf import check_gguf
+from tests.bench.peers.models import convert_to_gguf
+from tests.formats.llama_cpp import HOME, IS_INSTALLED, NOT_INSTALLED, LlamaServer
+from tests.support.gguf_files import WRITTEN
+from tests.support.paths import DEMO_MODEL, STORIES
+from tests.support.tiny_models import MAX_LEN, Harness, make_model, save
+
+pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason=NOT_INSTALLED)
+
+# Those that llama.cpp's server does not compute as they are: Mistral's windows, and EXAONE 4's but
+# of 64 layers.
+_WITHOUT_SERVER = ("mistral_window", "exaone4")
+# Of a tokenizer each, whose words the converter takes.
+_BYTE_LEVEL = ("tokenizer.json", "tokenizer_config.json")
+MAX_TOKENS, NUM_TOP = 12, 10
+# llama.cpp keeps keys and values in float16, and rounds them.
+TOLERANCE = 0.05
+
+
+def converted(family: str, folder: Path) -> tuple[Any, Path]:
+    """A tiny random model, and its file."""
+    is_gemma4 = family.startswith("gemma4")
+    if is_gemma4 and not STORIES.exists():
+        pytest.skip("no trained model, whose tokenizer is of Gemma's kind")
+    tokenizer, vocab_size = (STORIES, 512) if is_gemma4 else (DEMO_MODEL, 2048)
+    model = make_model(family, vocab_size=vocab_size, **WRITTEN[family])
+    save(model, folder)
+    for name in _BYTE_LEVEL:
+        shutil.copy(tokenizer / name, folder)
+    if family.startswith("phi4"):  # by which the converter tells Phi-4 from Phi-3
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["tokenizer_class"] = "GPT2Tokenizer"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    path = folder / "model.gguf"
+    convert_to_gguf(folder, path, "f32", HOME)
+    return model, path
+
+
+def logits(path: Path, ids: list[int]) -> torch.Tensor:
+    harness = Harness(path, num_sequences=1)
+    harness.token_table[0, : len(ids)] = torch.tensor(ids)
+    return harness.run([(0, 0, len(ids))])[0]
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_its_logits_are_those_of_the_model_and_of_llama_server(tmp_path: Path, family: str) -> None:
+    model, path = converted(family, tmp_path)
+    check_gguf(path)
+    prompt = [int(each) for each in torch.arange(3, 43) * 11 % 500]
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(logits(path, prompt), expected, atol=1e-4, rtol=0)
+
+    if family in _WITHOUT_SERVER:
+        return
+    theirs = LlamaServer(path)
+    try:
+        theirs.wait_until_ready()
+        answer, tops = theirs.continuation(prompt, MAX_TOKENS, NUM_TOP)
+    finally:
+        theirs.stop()
+    assert len(prompt) + len(answer) <= MAX_LEN
+    ours = logits(path, prompt + answer)[len(prompt) - 1 :].log_softmax(-1)
+    for own, top in zip(ours, tops, strict=False):
+        found = {token_id: float(own[token_id]) for token_id in top}
+        assert found == pytest.approx(top, abs=TOLERANCE)
