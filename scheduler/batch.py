@@ -38,6 +38,7 @@ class Batch:
     drafts: tuple[tuple[int, ...], ...] = ()
     wanted_drafts: tuple[int, ...] = ()
     num_unresolved: tuple[int, ...] = ()
+    wants_forced = False
 
     def __init__(self) -> None:
         self.assignments: list[SlotAssignment] = []
@@ -71,6 +72,7 @@ class Batch:
             self.drafts,
             self.wanted_drafts,
             self.num_unresolved,
+            self.wants_forced,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:

@@ -184,8 +184,10 @@ class Scheduler:
         if not batch.slots:
             return None
         self._start_decodes()
-        if self._drafter is not None and self._may_draft and batch.num_decodes == len(batch.slots):
-            batch.wanted_drafts = self._drafter.want(batch.sampling)
+        if self._drafter is not None:
+            batch.wants_forced = self._drafter.may_pay(batch.sampling)
+            if self._may_draft and batch.num_decodes == len(batch.slots):
+                batch.wanted_drafts = self._drafter.want(batch.sampling)
         self._step += 1
         self._in_flight.append((self._step, batch))
         return batch.scheduled(self._step)

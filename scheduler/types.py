@@ -197,6 +197,7 @@ class ScheduledBatch(NamedTuple):
     the scheduler did not have; empty where no decode has any. Its row then starts as many tokens
     before starts[i] as of these drafts are not accepted, which the executor knows by its turn.
     Entries of block tables reach to where all are accepted.
+    wants_forced: whether `SampledTokens.forced` would be used.
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
     tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
@@ -216,6 +217,7 @@ class ScheduledBatch(NamedTuple):
     drafts: tuple[tuple[int, ...], ...] = ()
     wanted_drafts: tuple[int, ...] = ()
     num_unresolved: tuple[int, ...] = ()
+    wants_forced: bool = False
 
 
 class TokenLogprobs(NamedTuple):

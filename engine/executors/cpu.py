@@ -7,7 +7,7 @@ step reads them.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
@@ -186,6 +186,8 @@ class CpuExecutor:
             done = self._sampled_drafted(batch, done, logits)
         else:
             done = self._sampled(done, logits, slots, lengths)
+        if batch.wants_forced:
+            done = done._replace(forced=self._grammars.forced(slots))
         self._keep_states(batch, done)
         if self._proposer is not None and any(batch.wanted_drafts):
             done = self._with_proposals(self._proposer, batch, done, slots, lengths)
@@ -205,12 +207,7 @@ class CpuExecutor:
         constraints = self._grammars.constraints(slots)
         violated = self._grammars.advance(slots, token_ids, constraints)
         failed = failed_rows(token_ids, violated)
-        return done._replace(
-            token_ids=token_ids, logprobs=logprobs, failed=failed, forced=self._forced(slots)
-        )
-
-    def _forced(self, slots: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        return self._grammars.forced(slots) if self.info.takes_drafts else {}
+        return done._replace(token_ids=token_ids, logprobs=logprobs, failed=failed)
 
     def _sampled_drafted(
         self, batch: ScheduledBatch, done: SampledTokens, logits: Tensor
@@ -233,8 +230,7 @@ class CpuExecutor:
             self._native.accept(
                 [len(further[i].token_ids) if i in further else 0 for i in range(num_decodes)]
             )
-        forced = self._forced(row.slot for row in rows)
-        return done._replace(**found._asdict(), forced=forced)
+        return done._replace(**found._asdict())
 
     def _keep_states(self, batch: ScheduledBatch, sampled: SampledTokens) -> None:
         if self._proposer is None:

@@ -14,7 +14,7 @@ _SHARE_NEW = 8.0
 _PRIOR = 2.0
 _REQUEST_MEMORY = 0.9
 # Nothing is certain.
-_MOST = 0.98
+MOST = 0.98
 
 
 class Rates:
@@ -53,7 +53,7 @@ class Rates:
         before, chance, expected = _FIRST, 1.0, 0.0
         for at, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
             self._rates[at] = before = (accepted + _SUPPOSED * before) / (tried + _SUPPOSED)
-            chance *= before if before < _MOST else _MOST
+            chance *= before if before < MOST else MOST
             expected += chance
             self._expected[at + 1] = expected
 
@@ -96,6 +96,6 @@ def chances(rates: Rates, factor: float, num_drafts: int) -> list[float]:
     chance, found = 1.0, []
     for rate in rates.first(num_drafts):
         of_this = rate * factor
-        chance *= of_this if of_this < _MOST else _MOST
+        chance *= of_this if of_this < MOST else MOST
         found.append(chance)
     return found

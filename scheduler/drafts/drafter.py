@@ -19,9 +19,9 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from penstock.scheduler.cache.sequence import Sequence
-from penstock.scheduler.drafts.acceptance import Acceptance, Rates, RequestRate, chances
+from penstock.scheduler.drafts.acceptance import MOST, Acceptance, Rates, RequestRate, chances
 from penstock.scheduler.drafts.limits import DraftLimits
-from penstock.scheduler.drafts.prices import MARGIN, DraftPrices
+from penstock.scheduler.drafts.prices import MARGIN, DraftPrices, Price
 from penstock.scheduler.drafts.proposals import Proposals
 from penstock.scheduler.drafts.sources import MOST_MATCH, Found, Prediction, Source, Told
 from penstock.scheduler.stats import DraftStats
@@ -99,8 +99,20 @@ class Drafter:
             if verified and verified[-1].rates.expected(self._most) > most_expected:
                 limit = 0  # its drafts are from a better source, which may well go on
             rows.append(chances(rates, self._rate(sequence).factor, limit))
-        price = self._prices.of(len(sequences), sum([each.num_computed for each in sequences]))
-        return self._proposals.wanted(sequences, rows, price)
+        return self._proposals.wanted(sequences, rows, self._price(sequences))
+
+    def may_pay(self, decodes: Items[Sequence]) -> bool:
+        """Whether a draft of a step of these is looked for at all: one that is nearly certain would
+        be worth its time, or one is to be tried."""
+        if self._num_since_probe >= _PROBE_EVERY:
+            return True
+        if self._proposals is not None and self._proposals.probed is not None:
+            return True
+        step_s, draft_s = self._price(decodes)
+        return MOST * step_s > MARGIN * draft_s * len(decodes)
+
+    def _price(self, decodes: Items[Sequence]) -> Price:
+        return self._prices.of(len(decodes), sum([each.num_computed for each in decodes]))
 
     def propose(
         self,
@@ -117,13 +129,15 @@ class Drafter:
                 min(limit, own.per_row) if own.takes(each.request.sampling) else 0
                 for each, limit in zip(decodes, limits, strict=True)
             ]
+        self._num_since_probe += len(decodes)
+        if not self.may_pay(decodes):
+            return [()] * len(decodes)
         offers = [
             self._best_offer(
                 sequence, min(limit, self._most_of(sequence)), in_flight.get(sequence, ())
             )
             for sequence, limit in zip(decodes, limits, strict=True)
         ]
-        self._num_since_probe += len(decodes)
         if not any(offers):
             return [()] * len(decodes)
         nums = self._worth_while(decodes, offers, most_of_all)
@@ -225,9 +239,8 @@ class Drafter:
     ) -> list[int]:
         """How many drafts of each offer to take."""
         nums = [0] * len(offers)
-        num_tokens, positions = len(decodes), sum([each.num_computed for each in decodes])
-        step_s, draft_s = self._prices.of(num_tokens, positions)
-        expected = float(num_tokens)
+        step_s, draft_s = self._price(decodes)
+        expected = float(len(decodes))
         least = MARGIN * draft_s * expected / step_s
         likeliest, probed = 0.0, 0
         ranked: list[tuple[float, int, int]] = []

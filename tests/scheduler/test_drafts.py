@@ -102,9 +102,10 @@ class Said:
     name = "said"
 
     def __init__(self, token_ids: list[int]) -> None:
-        self.token_ids = token_ids
+        self.token_ids, self.num_asked = token_ids, 0
 
     def find(self, sequence: Sequence) -> Found:
+        self.num_asked += 1
         return Found(self.token_ids, 0, MOST_MATCH)
 
     def end(self, sequence: Sequence) -> None:
@@ -163,6 +164,30 @@ def test_where_a_draft_costs_as_much_as_a_row_of_a_full_step_none_is_taken() -> 
     assert not any(drafter.propose(sequences, [8] * 32, 100))
     # And one sequence alone has them.
     assert any(drafter.propose(sequences[:1], [8], 100))
+
+
+def test_where_the_likeliest_draft_would_not_pay_none_is_looked_for_but_to_try_one() -> None:
+    said, sequences = Said([5] * 8), [_sequence([1, 2, 3]) for _ in range(8)]
+    drafter = Drafter([said], 8)
+    drafter._prices = Priced(1 / 8)
+    for _ in range(160):  # 1,280 tokens, and a try after each 128 of them
+        for sequence, drafts in zip(
+            sequences, drafter.propose(sequences, [8] * 8, 100), strict=True
+        ):
+            if drafts:
+                drafter.judge(sequence, 0)
+    assert 8 <= said.num_asked / len(sequences) <= 10
+    assert not drafter.may_pay(sequences) and drafter.may_pay(sequences[:1])
+
+
+@pytest.mark.parametrize(("share", "is_asked"), [(0.05, True), (0.7, False)])
+def test_what_grammars_force_is_asked_for_where_a_draft_may_pay(
+    share: float, is_asked: bool
+) -> None:
+    driver = Driver(drafter=_drafter(share))
+    driver.scheduler.add(make_request("a", 4, max_tokens=2))
+    batch = driver.scheduler.schedule(0.0)
+    assert batch and batch.wants_forced is is_asked
 
 
 def test_a_request_has_as_many_drafts_as_it_allows_beside_others() -> None:

@@ -111,6 +111,9 @@ class EveryDraft(Drafter):
         limits = ((each.max_length - len(each.token_ids) - 2, each) for each in sequences)
         return tuple(max(0, min(limit, self._most_of(each))) for limit, each in limits)
 
+    def may_pay(self, decodes):  # type: ignore[no-untyped-def]
+        return True
+
     def _worth_while(self, decodes, offers, most):  # type: ignore[no-untyped-def]
         nums = []
         for offer in offers:
