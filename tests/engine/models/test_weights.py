@@ -283,6 +283,13 @@ def test_rope_theta_is_read_in_both_spellings(tiny: Path) -> None:
     assert theta_of(tiny) == 7.0
 
 
+def test_the_older_name_of_a_kind_may_stand_beside_the_newer(tiny: Path) -> None:
+    both = {"rope_type": "linear", "type": "linear", "factor": 2.0}  # as transformers saves it
+    edit_config(tiny, rope_parameters=both)
+    rope = ModelConfig.from_dir(tiny).attentions[0].rope
+    assert rope is not None and rope.kind == "linear"
+
+
 def test_a_local_directory_is_used_as_it_is() -> None:
     files = open_model(str(DEMO_MODEL))
     assert (files.directory, files.download) == (DEMO_MODEL, None)

@@ -146,7 +146,8 @@ class RopeSettings:
             raise InvalidModel(
                 f"{self._fields.path}: 'rope_theta' must be more than 1, not {theta:g}"
             )
-        given = scaling.text("rope_type") or scaling.text("type") or "default"
+        older = scaling.text("type")  # transformers writes both
+        given = scaling.text("rope_type") or older or "default"
         kind = self._kinds.get(given, given)
         if kind not in _KINDS:
             raise InvalidModel(
