@@ -86,7 +86,9 @@ def _attention_groups(
             AttentionGroup(
                 window=window,
                 kv_bytes_per_token=sum(kv.heads[i].bytes_per_token(itemsize) for i in layers),
-                flops_per_pair=4 * model.num_heads * sum(kv.heads[i].head_dim for i in layers),
+                flops_per_pair=2
+                * model.num_heads
+                * sum(kv.heads[i].head_dim + kv.heads[i].value_dim for i in layers),
                 held_bytes_per_token=None if own == layers else held,
             )
         )

@@ -320,8 +320,8 @@ class CudaExecutor:
         if batch.copies:
             for group, pool in enumerate(self.pool.groups):
                 copies = self._tables.upload(block_copies(batch.copies, group))
-                for keys, values in pool.pairs() if len(copies) else ():
-                    copy_blocks(copies, keys, values)
+                for pair in pool.pairs() if len(copies) else ():
+                    copy_blocks(copies, *pair)
             if self._states is not None:
                 self._states.copy(batch)
 

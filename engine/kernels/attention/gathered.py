@@ -25,15 +25,15 @@ def gathered_attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each token to its own sequence: (T, num_heads, head_dim). Decodes are in
+    """Causal attention of each token to its own sequence: (T, num_heads, value_dim). Decodes are in
     batches of similar length, prefill chunks one by one.
 
     query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks, block_size,
-    num_kv_heads, head_dim), this step's tokens already written. window: how many positions a token
-    attends to, its own included, or None for all. sinks: (num_heads,) float32, a score of each head
-    that takes its share of the softmax and has no value.
+    num_kv_heads, head_dim or value_dim), this step's tokens already written. window: how many
+    positions a token attends to, its own included, or None for all. sinks: (num_heads,) float32, a
+    score of each head that takes its share of the softmax and has no value.
     """
-    output = torch.empty_like(query)
+    output = query.new_empty(*query.shape[:2], values.shape[3])
     block_size = keys.shape[1]
     for rows, num_blocks in _buckets(step.context_lens[: step.num_decodes], block_size):
         tables = step.block_tables[rows, :num_blocks]
@@ -64,7 +64,8 @@ def _chunk(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A prefill chunk's row: query and result are (tokens of the row, num_heads, head_dim)."""
+    """A prefill chunk's row: query and result are (tokens of the row, num_heads, head_dim or
+    value_dim)."""
     first, end = step.query_starts[row], step.query_starts[row + 1]
     block_size = keys.shape[1]
     # Blocks behind the first token's window may be another sequence's.
@@ -75,6 +76,8 @@ def _chunk(
     key = gather(keys, table, query.dtype)[:, :, :context_len]
     value = gather(values, table, query.dtype)[:, :, :context_len]
     mask = visible(step.positions[first:end] - skipped * block_size, context_len, window)
+    if values.shape[3] != keys.shape[3]:  # latents, of which no head needs a copy
+        key, value = (each.expand(-1, query.shape[1], -1, -1) for each in (key, value))
     if sinks is not None:
         key, value, mask = _with_sinks(key, value, mask[None, None], sinks.view(1, -1, 1, 1))
     mixed = scaled_dot_product_attention(

@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -55,30 +56,38 @@ class LayerPools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The layers of a pool whose heads are alike. Tensors as of `KVPool.pairs`."""
+    """The layers of a pool whose heads are alike. stored: keys, and values where these are not the
+    beginning of keys. scales: of both, where they are codes."""
 
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
+    heads: KVHeads
+    stored: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, heads: KVHeads, tensors: Iterator[Tensor], *, has_scales: bool) -> "_Part":
+        """Takes its own of a pool's tensors, which are as `_shapes` has them."""
+        stored = tuple(islice(tensors, heads.num_stored))
+        return cls(heads, stored, tuple(islice(tensors, has_scales * heads.num_stored)))
 
     def layer(self, number: int) -> tuple[KVPages, KVPages]:
-        keys, values = self.keys[number], self.values[number]
-        if self.key_scales is None or self.value_scales is None:
+        keys, values = self.stored[0][number], self.stored[-1][number]
+        values = values[..., : self.heads.value_dim]
+        if not self.scales:
             return keys, values
-        return Codes(keys, self.key_scales[number]), Codes(values, self.value_scales[number])
+        return Codes(keys, self.scales[0][number]), Codes(values, self.scales[-1][number])
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.key_scales is None or self.value_scales is None:
-            yield self.keys, self.values
+    def pairs(self) -> Iterator[tuple[Tensor, ...]]:
+        if self.scales:
+            yield tuple(each.view(torch.int8) for each in self.stored)
+            yield self.scales
         else:
-            yield self.keys.view(torch.int8), self.values.view(torch.int8)
-            yield self.key_scales, self.value_scales
+            yield self.stored
 
 
 class KVPool:
     """Layers that share block tables have it. Keys and values apart, for all layers whose heads are
-    alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each.
+    alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each. Values that are the
+    beginning of keys (`KVHeads.latent_dim`) are in these alone.
 
     In 8 bits they are codes, with scales beside them: (num_layers, num_blocks, num_kv_heads,
     block_size) float32, see `penstock.engine.memory.pool.kv_codes`.
@@ -103,10 +112,8 @@ class KVPool:
         else:
             tensors = [_from(*each) for each in zip(mapped.tensors, shapes, strict=True)]
         alike = _alike(kv)
-        size = len(tensors) // len(alike) if alike else 1  # a stage may have no layers of a group
-        self._parts = [
-            _Part(*tensors[first : first + size]) for first in range(0, len(tensors), size)
-        ]
+        rest, has_scales = iter(tensors), dtype in LIMITS
+        self._parts = [_Part.of(heads, rest, has_scales=has_scales) for heads in alike]
         # The part of each layer that has keys and values of its own, and its number in that.
         places = {
             layer: (part, number)
@@ -132,9 +139,10 @@ class KVPool:
         """See `LayerPools`."""
         return 0
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """All that belongs to a block, of keys and of values: (num_layers, num_blocks, ...) each,
-        in types that can be copied everywhere."""
+    def pairs(self) -> list[tuple[Tensor, ...]]:
+        """All that belongs to a block, of keys and of values, or of keys alone where values are
+        their beginning: (num_layers, num_blocks, ...) each, in types that can be copied
+        everywhere."""
         return [pair for part in self._parts for pair in part.pairs()]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
@@ -324,14 +332,16 @@ def _alike(kv: KVShape) -> dict[KVHeads, list[int]]:
 
 
 def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
-    """A pool's tensors, for each kind of heads: keys, values, and where they are codes the scales
-    of both."""
+    """A pool's tensors, for each kind of heads: keys, values where they are stored, and where they
+    are codes the scales of both."""
     shapes: list[_Shape] = []
     for heads, layers in _alike(kv).items():
-        shapes += [((len(layers), num_blocks, block_size, *heads), dtype)] * 2
+        blocks = len(layers), num_blocks
+        stored = (*blocks, block_size, heads.num_kv_heads, heads.head_dim)
+        shapes += [(stored, dtype)] * heads.num_stored
         if dtype in LIMITS:
-            scales = (len(layers), num_blocks, heads.num_kv_heads, block_size)
-            shapes += [(scales, torch.float32)] * 2
+            scales = (*blocks, heads.num_kv_heads, block_size)
+            shapes += [(scales, torch.float32)] * heads.num_stored
     return shapes
 
 

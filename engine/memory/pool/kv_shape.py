@@ -8,16 +8,27 @@ _SCALE_BYTES = 4
 
 
 class KVHeads(NamedTuple):
-    """One layer has them."""
+    """One layer has them. latent_dim: where it is not 0, a head's values are the first so many
+    numbers of its keys, and are not stored."""
 
     num_kv_heads: int
     head_dim: int
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim or self.head_dim
+
+    @property
+    def num_stored(self) -> int:
+        """Counts keys, and values where these are stored."""
+        return 1 if self.latent_dim else 2
 
     def bytes_per_token(self, itemsize: int) -> int:
         """The keys and values of one token take these. itemsize: bytes of one element; those of one
         byte are codes, and each head has a scale besides."""
         scale_bytes = _SCALE_BYTES if itemsize == 1 else 0
-        return 2 * self.num_kv_heads * (self.head_dim * itemsize + scale_bytes)
+        return self.num_stored * self.num_kv_heads * (self.head_dim * itemsize + scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,10 @@ def test_no_block_is_written_before_the_steps_that_were_launched_with_it_are_com
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 def test_a_blocks_bytes_are_the_same_in_another_place_of_its_pool(dtype: torch.dtype) -> None:
-    # Layers of one group whose heads differ, as Gemma 4 has them.
-    shape = KVShape((KVHeads(2, 8), KVHeads(2, 8), KVHeads(1, 16), KVHeads(2, 8)))
-    layout = KVLayout.of([None, 4, None, None], 64)
+    # Layers of one group whose heads differ, as Gemma 4 has them, and one with latents.
+    heads = (KVHeads(2, 8), KVHeads(2, 8), KVHeads(1, 16), KVHeads(2, 8), KVHeads(1, 12, 8))
+    shape = KVShape(heads)
+    layout = KVLayout.of([None, 4, None, None, None], 64)
     pools = KVPools(shape, layout, (5, 4), 4, dtype, torch.device("cpu"))
     memory = PoolBytes([pools])
     for group, pool in enumerate(pools.groups):
