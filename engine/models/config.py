@@ -24,6 +24,7 @@ from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import longest_sequence
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInputs
 from penstock.engine.models.parts.tensors import Axis, LinearSpec, NormKind, Part, TensorTable
@@ -75,7 +76,7 @@ class ModelConfig:
         return self.embedding.vocab_size
 
     @property
-    def attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention | LatentAttention]:
         """Those of the layers that have attention."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
@@ -308,7 +309,7 @@ class ModelConfig:
         """How many fewer bytes the layers have that are quantized."""
         saved = 0
         for _, scheme, (rows, columns), linear in self.quantized_layers():
-            if (linear.num_used is not None) is not are_routed:
+            if (linear.num_used is not None) is not are_routed or linear.is_widened:
                 continue
             held = scheme.num_bytes(rows, columns) if kept is None else kept(scheme, rows, columns)
             if held is not None:

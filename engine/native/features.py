@@ -9,6 +9,7 @@ from penstock.engine.models.errors import UnsupportedFeature
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
@@ -16,7 +17,7 @@ from penstock.engine.models.parts.tensors import Part
 from penstock.engine.native.packing import PATH
 
 # The parts that it computes.
-_PARTS = {Attention, DeltaNet, MLP, Experts, Norms, PerLayerInput}
+_PARTS = {Attention, LatentAttention, DeltaNet, MLP, Experts, Norms, PerLayerInput}
 # coded_runs.h has room for so many codes of a head.
 _MAX_CODED_HEAD_DIM = 1024
 
@@ -63,6 +64,9 @@ def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:
     for layer in config.layers:
         if isinstance(layer.mixer, DeltaNet):
             yield "delta nets with an odd number of values", layer.mixer.num_values
+        if isinstance(layer.mixer, LatentAttention):
+            for name in ("latent_dim", "nope_dim", "value_dim", "query_rank"):
+                yield f"latent attention with an odd {name}", getattr(layer.mixer, name)
         if layer.mlp is not None:
             yield "an odd intermediate_size", layer.mlp.size
         if layer.experts is not None:

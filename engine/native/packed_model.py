@@ -13,8 +13,11 @@ from penstock.engine.memory.pool.kv_shape import KVHeads
 from penstock.engine.models.decoder.model import DecoderLayer, LlamaModel
 from penstock.engine.models.decoder.mtp import MtpHead
 from penstock.engine.models.layers.linear import Linear, PlainLinear
+from penstock.engine.models.parts.attention.layer import AttentionLayer
 from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
+from penstock.engine.models.parts.latent_attention.layer import LatentAttentionLayer
 from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.native.packing import Packable, Packer, parts, stored
 from penstock.engine.native.structures import structure
@@ -48,6 +51,7 @@ def pack_model(
         embedding = target.embedding
         head = packer.filled("Head", model, config.head, linear=target.head.linear)
     attention, inputs = _AttentionPacker(packer, model, pool), model.per_layer_inputs
+    latents = (each for each in config.attentions if isinstance(each, LatentAttention))
     with ThreadPoolExecutor(threads) as workers:
         pack = partial(_pack_layer, packer, attention)
         layers = list(workers.map(pack, range(config.num_layers), model.layers))
@@ -71,6 +75,7 @@ def pack_model(
         has_post_norms=any(layer.norms.post for layer in config.layers),
         is_gelu=any(layer.mlp and layer.mlp.activation.is_gelu for layer in config.layers),
         norms_values=any(attention.norms_values for attention in config.attentions),
+        latents=packer.filled("Latents", next(latents, None)),
         embedding=embedding,
         head=head,
         experts=packer.filled("Experts", config.experts, swiglu_alpha=alpha, swiglu_limit=limit),
@@ -105,11 +110,18 @@ class _AttentionPacker:
             for heads, first in self._firsts.items()
         ]
 
-    def layer(self, index: int) -> Structure:
+    def layer(self, index: int, layer: AttentionLayer | LatentAttentionLayer) -> Structure:
         packer, angles = self._packer, self._model.rotary.layers[index]
-        layer = self._model.layers[index].attention
         num_rows = len(angles.cos) if angles.cos.stride(0) else 1
-        (keys, key_scales), (values, value_scales) = map(self._pages, self.pool.layer(index))
+        both = self.pool.layer(index)
+        given: dict[str, int | None] = {}
+        if isinstance(layer, LatentAttentionLayer):  # its values are in its keys
+            both = both[0], both[0]
+            given = dict.fromkeys(("query_norm", "key_norm", "sinks"))
+            given |= dict.fromkeys(("kv_parts", "has_gates"), 0)
+        else:
+            given["kv_parts"] = layer.config.num_kv_parts
+        (keys, key_scales), (values, value_scales) = map(self._pages, both)
         return packer.filled(
             "AttentionLayer",
             layer,
@@ -123,7 +135,7 @@ class _AttentionPacker:
             angles_step=angles.cos.stride(0),
             group=self.pool.group_of(index),
             heads=self._kinds.index(layer.config.heads),
-            kv_parts=layer.config.num_kv_parts,
+            **given,
         )
 
     def _pages(self, pages: KVPages) -> tuple[int | None, int | None]:
@@ -141,7 +153,9 @@ def _pack_layer(
     if isinstance(layer.mixer, DeltaNetLayer):
         given["delta_net"] = _pack_delta_net(packer, layer.mixer, attention.pool, index)
     else:
-        given["attention"] = attention.layer(index)
+        given["attention"] = attention.layer(index, layer.mixer)
+    if isinstance(layer.mixer, LatentAttentionLayer):
+        given["latent"] = _pack_latent(packer, layer.mixer)
     if mlp is not None:
         given["mlp"] = _pack_mlp(packer, mlp.gate_up, mlp.down, mlp.config.size)
     if layer.experts is not None:
@@ -165,6 +179,21 @@ def _pack_delta_net(packer: Packer, net: DeltaNetLayer, pool: LayerPools, index:
     )
     packed.projections[2] = packer.linear(net.gates)
     return packed
+
+
+def _pack_latent(packer: Packer, layer: LatentAttentionLayer) -> Structure:
+    """Both matrices of a head are packed where they are, the first one mirrored."""
+    to_latents, to_values = [], []
+    for keys, values in zip(*layer.expansions, strict=True):
+        mirrored = keys.t().contiguous()
+        to_latents.append(PlainLinear(keys.view(mirrored.shape).copy_(mirrored), None))
+        to_values.append(PlainLinear(values, None))
+    return packer.filled(
+        "LatentLayer",
+        layer,
+        to_latents=packer.array("Linear", list(map(packer.packed, to_latents))),
+        to_values=packer.array("Linear", list(map(packer.packed, to_values))),
+    )
 
 
 def _pack_mlp(packer: Packer, gate_up: Linear, down: Linear, size: int) -> Structure:

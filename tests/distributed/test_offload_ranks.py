@@ -48,6 +48,7 @@ def answers(config: EngineConfig) -> tuple[list[list[RequestOutput]], PlaceStats
         ("gemma3", 2, 2),  # groups of blocks, of which a stage has some alone
         ("llama3.2_tied", 4, 1),  # fewer key and value heads than ranks
         ("gemma4_small_wrapped", 1, 2),
+        ("youtu", 2, 1),  # whose ranks all have the same
     ],
 )
 def test_what_ranks_wrote_the_next_ones_read_and_damage_is_computed_again(

@@ -22,9 +22,16 @@ from tests.support.rank_processes import (
     started,
     until_ended,
 )
-from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, make_model, save
+from tests.support.tiny_models import (
+    FAMILIES,
+    HYBRID_FAMILIES,
+    LATENT_FAMILIES,
+    MORE_FAMILIES,
+    make_model,
+    save,
+)
 
-ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES]
+ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -7,9 +7,16 @@ import pytest
 
 from penstock.engine.loading import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
-from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, make_model, save
+from tests.support.tiny_models import (
+    FAMILIES,
+    HYBRID_FAMILIES,
+    LATENT_FAMILIES,
+    MORE_FAMILIES,
+    make_model,
+    save,
+)
 
-ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES]
+ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
 
 
 @pytest.mark.parametrize("family", ALL)

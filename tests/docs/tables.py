@@ -177,6 +177,7 @@ _MODELS = {
     "seed_oss": "Seed-OSS",
     "cwm": "Code World Model",
     "exaone4": "EXAONE 4",
+    "youtu": "Youtu-LLM-2B",
     "gemma3_text": "Gemma 3 (text)",
     "gemma4_text": "Gemma 4 31B, 26B-A4B, E2B and E4B (text)",
     "gemma4_unified_text": "Gemma 4 12B (text)",

@@ -35,8 +35,9 @@ _QWEN3_5 = (
     "{{ m.content.split('</think>')[-1] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-# By the names of `MORE_FAMILIES` and `HYBRID_FAMILIES`.
+# By the names of `MORE_FAMILIES`, `HYBRID_FAMILIES` and `LATENT_FAMILIES`.
 TEMPLATES = {
+    "youtu": _CHATML,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_wrapped": _QWEN3_5,
     "qwen3_5_moe_wrapped": _QWEN3_5,

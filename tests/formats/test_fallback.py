@@ -8,10 +8,17 @@ import pytest
 from penstock.engine.config import ModelImpl
 from tests.support.fallback_runs import assert_greedy, greedy_answers, prompts
 from tests.support.other_decoders import OTHER_DECODERS, make_other
-from tests.support.tiny_models import FAMILIES, MORE_FAMILIES, make_model, save
+from tests.support.tiny_models import (
+    FAMILIES,
+    LATENT_FAMILIES,
+    MORE_FAMILIES,
+    make_model,
+    save,
+)
 
 # Those around a text model are not among transformers' decoders.
-OURS = [name for name in (*FAMILIES, *MORE_FAMILIES) if not name.endswith("_wrapped")]
+EVERY = (*FAMILIES, *MORE_FAMILIES, *LATENT_FAMILIES)
+OURS = [name for name in EVERY if not name.endswith("_wrapped")]
 
 
 @pytest.mark.parametrize("family", OURS)
@@ -23,7 +30,7 @@ def test_our_own_implementation_answers_as_the_class_of_transformers_does(
     assert greedy_answers(path, ModelImpl.PENSTOCK) == theirs
 
 
-@pytest.mark.parametrize("model_type", sorted(OTHER_DECODERS.keys() - MORE_FAMILIES.keys()))
+@pytest.mark.parametrize("model_type", sorted(OTHER_DECODERS.keys() - {*EVERY}))
 def test_in_chunks_preempted_and_with_cached_prefixes_answers_are_those_of_the_class_alone(
     model_type: str, tmp_path: Path
 ) -> None:

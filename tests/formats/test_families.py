@@ -21,6 +21,7 @@ from tests.support.serving import RunningServer
 from tests.support.stepping import SteppedEngine, ids_of
 from tests.support.tiny_models import (
     HYBRID_FAMILIES,
+    LATENT_FAMILIES,
     MORE_FAMILIES,
     engine_config,
     make_model,
@@ -43,7 +44,7 @@ def prompts() -> list[tuple[int, ...]]:
     return [*made, made[0], (*made[2][:40], 7, 8, 9)]
 
 
-@pytest.mark.parametrize("family", [*MORE_FAMILIES, *HYBRID_FAMILIES])
+@pytest.mark.parametrize("family", [*MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES])
 def test_greedy_answers_of_200_tokens_are_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:

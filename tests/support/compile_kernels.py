@@ -59,6 +59,7 @@ from penstock.engine.models.layers.fp8 import Fp8Linear
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import Linear, PlainLinear, StackedLinear
 from penstock.engine.models.lora.slots import AdapterSlots
+from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.delta_net.kernels.chunks import TILE_TOKENS
 from penstock.engine.models.parts.reader import TableRows, rows_of
 from penstock.engine.step.device_step import (
@@ -345,7 +346,8 @@ class MetaWeights:
     """codes: of linear layers, which are plain if it is None."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, codes: Codes | None = None) -> None:
-        self._value_rows = config.attentions[0].kv_size
+        first = config.attentions[0]
+        self._value_rows = first.kv_size if isinstance(first, Attention) else 0
         self._dtype = dtype
         self._codes = codes
 

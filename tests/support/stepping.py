@@ -37,6 +37,7 @@ class SteppedEngine:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             num_cohorts=info.pipeline_parallel_size,
+            journals=self.executor.journals,
             tier=self.executor.tier,
             drafter=drafter,
         )

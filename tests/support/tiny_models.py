@@ -281,7 +281,31 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 40},
     ),
 }
-_ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES
+# Of those whose heads share one latent of each token. Sizes are no multiples of vectors.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+_MSCALE = {**_YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.1}
+LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "youtu": ("Youtu", {**_LATENT, "rope_parameters": _MSCALE, "tie_word_embeddings": True}),
+    "youtu_direct": (
+        "Youtu",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "rope_interleave": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "youtu_biases": ("Youtu", {**_LATENT, "attention_bias": True, "num_hidden_layers": 2}),
+}
+_ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 # The text models of those with images.
 _TEXTS = {
     "Mistral3": "ministral3",

@@ -17,14 +17,16 @@ from penstock.engine.models.decoder.model import LlamaModel
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.reader import WeightSource
 
 # Counts changes of the rounding, of the layers of 8 bits, and of the text: part of the cache's key.
 VERSION = 1
 # Rows this short are of models so small that 4 bits save little and cost much.
 _LEAST_COLUMNS_OF_4_BITS = 256
-# Of delta nets: few rows, of which a state forgets or keeps what it has.
-_GATES = ".linear_attn.in_proj_a"
+# These stay plain: gates of delta nets, few rows of which a state forgets or keeps what it has, and
+# what latent attention computes with other than by products.
+_PLAIN = (".linear_attn.in_proj_a", ".self_attn.kv_b_proj")
 _META = torch.device("meta")
 
 
@@ -40,12 +42,12 @@ class Scheme:
     def parts(self, names: tuple[str, ...], rows: int, in_features: int) -> list[Part]:
         """The parts of a layer that is stacked from `names`, in the order of its rows; none where
         it stays plain."""
-        if names[-1].endswith(_GATES):
+        if names[-1].endswith(_PLAIN):
             return []
         if len(names) > 1 and names[-1].endswith(".v_proj"):
             index = int(names[-1].removeprefix("model.layers.").partition(".")[0])
             attention = self.model.layers[index - self.first_layer].attention
-            assert attention is not None, names
+            assert isinstance(attention, Attention), names
             values = attention.kv_size
             stacked = [(names[:-1], rows - values), (names[-1:], values)]
         else:

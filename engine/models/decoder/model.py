@@ -28,6 +28,8 @@ from penstock.engine.models.parts.delta_net.layer import (
     segments_of,
 )
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
+from penstock.engine.models.parts.latent_attention.layer import LatentAttentionLayer
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.layer import MLPLayer
 from penstock.engine.models.parts.norm.layer import NormsLayer, normed, rms_norm
@@ -42,9 +44,11 @@ from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.step.model_input import ModelInput
 
+MixerLayer = AttentionLayer | LatentAttentionLayer | DeltaNetLayer
 # By the settings of what mixes a layer's tokens.
-_MIXERS: dict[type[Part], Callable[[Any, PartReader], AttentionLayer | DeltaNetLayer]] = {
+_MIXERS: dict[type[Part], Callable[[Any, PartReader], MixerLayer]] = {
     Attention: AttentionLayer,
+    LatentAttention: LatentAttentionLayer,
     DeltaNet: DeltaNetLayer,
 }
 
@@ -76,9 +80,7 @@ class DecoderLayer:
         self.config = config
         self.eps, self.group = reader.eps, reader.group
         self.norms = NormsLayer(config.norms, reader)
-        self.mixer: AttentionLayer | DeltaNetLayer = _MIXERS[type(config.mixer)](
-            config.mixer, reader
-        )
+        self.mixer = _MIXERS[type(config.mixer)](config.mixer, reader)
         self.mlp = MLPLayer.read(config.mlp, reader)
         self.experts = ExpertsLayer.read(config.experts, reader)
         self.per_layer_input = PerLayerInputLayer.read(config.per_layer_input, reader)
@@ -91,7 +93,7 @@ class DecoderLayer:
 
     @property
     def attention(self) -> AttentionLayer:
-        """Returns the mixer of a layer that has attention."""
+        """Returns the mixer of a layer that has attention to keys and values of its own heads."""
         assert isinstance(self.mixer, AttentionLayer), self.config
         return self.mixer
 

@@ -37,6 +37,7 @@ from penstock.engine.models.parts.attention.windows import (
 )
 from penstock.engine.models.parts.delta_net.config import read_delta_nets
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, read_experts
+from penstock.engine.models.parts.latent_attention.config import read_latent_attention
 from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.tensors import NormKind
 
@@ -262,8 +263,34 @@ _CWM_ROPE = {
 }
 
 
+# ---- Latent attention ---------------------------------------------------------------------------
+
+_LATENT_DEFAULTS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+
+
+def _latent(fields: Fields, design: Design) -> Design:
+    attention = read_latent_attention(fields)
+    return replace(design, mixers=(attention,) * fields.count("num_hidden_layers"))
+
+
 # ---- The table ----------------------------------------------------------------------------------
 
+# Of DeepSeek's attention; with dense MLPs it is Youtu-LLM's.
+_LATENT = Family(
+    architecture="YoutuForCausalLM",
+    design=Design(attention_flags={}, mlp_flags={}),
+    read=_latent,
+    head_dim_key="qk_rope_head_dim",
+    defaults=_LATENT_DEFAULTS,
+    # The first two follow from others; the last is of random weights.
+    without_effect=frozenset({"head_dim", "qk_head_dim", "embedding_initializer_range"}),
+)
 _QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     design=Design(
@@ -437,6 +464,7 @@ FAMILIES = {
         windows=_exaone4_windows,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
+    "youtu": replace(_LATENT, defaults={**_LATENT_DEFAULTS, "tie_word_embeddings": True}),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": replace(
         _GEMMA4,

@@ -21,6 +21,7 @@ from penstock.engine.models.families.outline import (
     read_softcap,
     ropes_by_kind,
 )
+from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, full_every
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts, read_experts
 from penstock.engine.models.parts.layer import Layer
@@ -91,7 +92,7 @@ def _by_layer(fields: Fields, num_layers: int) -> Callable[[int, Layer], Layer]:
 
     def by_layer(index: int, layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
-        assert attention is not None and mlp is not None, index
+        assert isinstance(attention, Attention) and mlp is not None, index
         if attention.window is None:
             attention = replace(attention, **full)
         if index >= first_shared:

@@ -106,8 +106,9 @@ class Family:
     """architecture: its class in transformers. design: what is so in all its models. read: adds to
     it what config.json says; the keys that it and ropes and windows ask for are understood. ropes:
     gets the size of a head and all windows. windows: gets the number of layers. defaults: of keys
-    that config.json may lack, where they are not Llama's. computes: keys of `rope_parameters` that
-    it understands and others do not. without_effect: keys that change the answer in other families
+    that config.json may lack, where they are not Llama's. head_dim_key: the key of the size of a
+    head, or of what rotary positions rotate of it. computes: keys of `rope_parameters` that it
+    understands and others do not. without_effect: keys that change the answer in other families
     alone. has_fused_names: whether q, k, v, and gate, up, are one tensor each. exceeds_float16:
     whether activations of its models are larger than what float16 holds.
     """
@@ -119,6 +120,7 @@ class Family:
     windows: Callable[[Fields, int], Windows] = no_window
     activation: str = "silu"
     defaults: Mapping[str, object] = field(default_factory=dict)
+    head_dim_key: str = "head_dim"
     computes: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()
     has_fused_names: bool = False
@@ -157,11 +159,13 @@ class Outline:
         self._num_heads = heads = fields.count("num_attention_heads", most=MAX_HEADS)
         self._num_kv_heads = fields.count("num_key_value_heads", default=heads, most=MAX_HEADS)
         self._hidden_size = hidden = fields.count("hidden_size", most=MAX_WIDTH)
-        self.head_dim = fields.count("head_dim", default=hidden // heads, most=MAX_HEAD_DIM)
+        key = family.head_dim_key
+        self.head_dim = fields.count(key, default=hidden // heads, most=MAX_HEAD_DIM)
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
         self.sizes = {"hidden_size": hidden, "vocab_size": vocab_size}
         check_neutral(fields, family.computes)
-        check_heads(fields, heads, KVHeads(self._num_kv_heads, self.head_dim))
+        kv_heads = KVHeads(self._num_kv_heads, self.head_dim)
+        check_heads(fields, heads, kv_heads, head_dim=f"{key} is")
         self.design = family.read(fields, family.design)
 
     def layers(self) -> tuple[tuple[Layer, ...], RopeConfig]:

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput
@@ -26,8 +27,8 @@ class Layer:
     per_layer_input: PerLayerInput | None = None
 
     @property
-    def attention(self) -> Attention | None:
-        return self.mixer if isinstance(self.mixer, Attention) else None
+    def attention(self) -> Attention | LatentAttention | None:
+        return self.mixer if isinstance(self.mixer, Attention | LatentAttention) else None
 
     @property
     def is_recurrent(self) -> bool:

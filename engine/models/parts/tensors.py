@@ -106,7 +106,8 @@ class LinearSpec:
 
     is_quantizable: not of what chooses experts, where a little error chooses others. adapters: the
     stack of LoRA adapters that change it, if any may. num_used: how many of its matrices a token is
-    multiplied with, where a router chooses them; None for all.
+    multiplied with, where a router chooses them; None for all. is_widened: whether it is made plain
+    as it is read, whatever its weights are stored as.
     """
 
     matrices: tuple[MatrixSpec, ...]
@@ -114,6 +115,7 @@ class LinearSpec:
     is_quantizable: bool = True
     adapters: Stack | None = None
     num_used: int | None = None
+    is_widened: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

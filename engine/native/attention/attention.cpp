@@ -16,11 +16,11 @@ template <class Runs> class AttentionTo final : public Attention {
     using Stored = typename KV::Stored;
 
   public:
-    AttentionTo(int64_t max_rows, int64_t head_dim)
-        : dim_(head_dim), rows_(max_rows + kSpare), runs_(head_dim), queries_(new X[rows_ * dim_]()),
+    AttentionTo(int64_t max_rows, int64_t head_dim, int64_t value_dim)
+        : dim_(head_dim), rows_(max_rows + kSpare), runs_(head_dim, value_dim), queries_(new X[rows_ * dim_]()),
           weights_(new X[rows_ * kKeys]()), stored_(new Stored[2 * dim_]), scores_(new float[rows_ * kKeys]),
-          memory_(new float[2 * Gathered::floats(rows_, banded_rows(head_dim))]) {
-        step_ = banded_rows(head_dim);
+          memory_(new float[2 * Gathered::floats(rows_, banded_rows(value_dim))]) {
+        step_ = banded_rows(value_dim);
         gathered_ = Gathered::at(memory_.get(), rows_, step_);
         piece_ = Gathered::at(memory_.get() + Gathered::floats(rows_, step_), rows_, step_);
     }
@@ -30,7 +30,7 @@ template <class Runs> class AttentionTo final : public Attention {
         const int64_t dim = dim_;
         Stored *stored = stored_.get();
         rotate(key, dim, by, stored);
-        int64_t i = 0;
+        int64_t i = to.places.latent_dim ? dim : 0;
         for (; i + kLanes <= dim; i += kLanes) store(stored + dim + i, load(value + i) * factor);
         for (; i < dim; ++i) store(stored + dim + i, value[i] * factor);
         KV(*to.layer, to.places).put(slot, to.head, stored, stored + dim);
@@ -42,9 +42,9 @@ template <class Runs> class AttentionTo final : public Attention {
 
     void attend(const HeadKeys &keys, const Rows &rows, const Positions &next) override {
         gathered_.clear(rows.count(), step_);
-        for (int64_t piece = rows.oldest(rows.first_position) / kPiece;
-             piece * kPiece <= rows.last(); ++piece) {
-            const bool is_last = (piece + 1) * kPiece > rows.last();
+        const int64_t size = keys.places.piece();
+        for (int64_t piece = rows.oldest(rows.first_position) / size; piece * size <= rows.last(); ++piece) {
+            const bool is_last = (piece + 1) * size > rows.last();
             attend_piece(keys, rows, piece, is_last ? next : first_of(keys, rows, piece + 1));
             merge(gathered_, piece_, rows.count(), step_);
         }
@@ -54,8 +54,9 @@ template <class Runs> class AttentionTo final : public Attention {
         const Keys<KV> keys = typed(of);
         const int64_t count = rows.count();
         piece_.clear(count, step_);
-        const int64_t begin = std::max(piece * kPiece, rows.oldest(rows.first_position));
-        const int64_t end = std::min((piece + 1) * kPiece, rows.last() + 1);
+        const int64_t size = of.places.piece();
+        const int64_t begin = std::max(piece * size, rows.oldest(rows.first_position));
+        const int64_t end = std::min((piece + 1) * size, rows.last() + 1);
         for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
             const int64_t known = std::min(kKeys, end - start);
             runs_.find(keys, start, known);
@@ -130,6 +131,6 @@ using Runs = PlainRuns<PENSTOCK_WEIGHTS>;
 std::string kv_products() { return {}; }
 #endif
 
-std::unique_ptr<Attention> make_attention(int64_t max_rows, int64_t head_dim) {
-    return std::make_unique<AttentionTo<Runs>>(max_rows, head_dim);
+std::unique_ptr<Attention> make_attention(int64_t max_rows, int64_t head_dim, int64_t value_dim) {
+    return std::make_unique<AttentionTo<Runs>>(max_rows, head_dim, value_dim);
 }

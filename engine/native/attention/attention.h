@@ -14,16 +14,21 @@
 #include "native/step/structs.h"
 #include "native/products/vectors.h"
 
-constexpr int64_t kPiece = 512;  // positions of a piece
+constexpr int64_t kPiece = 512;  // positions of a piece, at most
 constexpr int64_t kKeys = 64;    // positions that are taken together
 constexpr int64_t kRun = 16;     // positions that are packed together: the lanes of the widest vectors
 
 // Where a run, or a position, of a head begins in a pool: runs are packed together where blocks are whole
 // runs, and other positions lie row by row.
+//
+// Where values are the beginning of keys, latent_dim numbers, all lie row by row, as products with both need them packed
+// in two ways: which costs less than the products, since all heads share them.
 struct KVPlaces {
-    int64_t block_size, kv_heads, head_dim;
+    int64_t block_size, kv_heads, head_dim, latent_dim;
 
-    bool is_packed() const { return block_size % kRun == 0; }
+    bool is_packed() const { return block_size % kRun == 0 && !latent_dim; }
+    // Positions of a piece: fewer where all heads are one unit of work.
+    int64_t piece() const { return latent_dim ? kPiece / 2 : kPiece; }
     int64_t start(int64_t slot, int64_t head) const {
         if (is_packed()) return (slot / kRun * kv_heads + head) * kRun * head_dim;
         return (slot * kv_heads + head) * head_dim;
@@ -55,7 +60,7 @@ struct Positions {  // at most kKeys of one head
 // Returns those of a piece that are attended to first. Positions that this step stores are not in memory yet.
 inline Positions first_of(const HeadKeys &keys, const Rows &rows, int64_t piece) {
     const int64_t oldest = rows.oldest(rows.first_position) / kKeys * kKeys;
-    const int64_t start = std::max(piece * kPiece, oldest);
+    const int64_t start = std::max(piece * keys.places.piece(), oldest);
     return {keys, start, std::clamp<int64_t>(rows.first_position - start, 0, kKeys)};
 }
 
@@ -96,7 +101,7 @@ class Attention {
   public:
     virtual ~Attention() = default;
 
-    // Stores a position, whose value is multiplied by a factor.
+    // Stores a position, whose value is multiplied by a factor; not where values are the beginning of keys.
     virtual void put(const HeadKeys &to, int64_t slot, const float *key, const Rotation &by, const float *value,
                      float factor) = 0;
 

@@ -33,6 +33,7 @@ struct CodedKV {
         std::int8_t key_codes[kMostCodes], value_codes[kMostCodes];
         std::int32_t sum;
         key_scales[scale_at(slot, head)] = coded(key, dim, key_codes, &sum);
+        if (places.latent_dim) return void(std::memcpy(keys + from, key_codes, dim));
         value_scales[scale_at(slot, head)] = coded(value, dim, value_codes, &sum);
         if (places.is_packed()) {
             put_key(keys + from, key_codes, slot % kRun, dim);
@@ -150,8 +151,8 @@ class CodedRuns {
     using KV = CodedKV;
     using X = float;
 
-    explicit CodedRuns(int64_t head_dim)
-        : dim_(head_dim), keys_(new unsigned char[kKeys * dim_]()),
+    CodedRuns(int64_t head_dim, int64_t value_dim)
+        : dim_(head_dim), value_dim_(value_dim), keys_(new unsigned char[kKeys * dim_]()),
           values_(new std::int8_t[kKeys * dim_ + kSpareBytes]()) {}
 
     int64_t width() const { return runs_ * kRun; }
@@ -172,14 +173,14 @@ class CodedRuns {
                 continue;
             }
             unsigned char *key = keys_.get() + run * kRun * dim_;
-            std::int8_t *value = values_.get() + run * kRun * dim_;
+            std::int8_t *value = values_.get() + run * kRun * value_dim_;
             for (int64_t i = 0; i < count; ++i) {
                 const int64_t slot = keys.slot(first + i), from = keys.start(first + i);
                 key_scales[i] = pool.key_scales[pool.scale_at(slot, keys.head)];
                 value_scales[i] = pool.value_scales[pool.scale_at(slot, keys.head)];
                 const auto *codes = reinterpret_cast<const std::int8_t *>(pool.keys + from);
                 CodedKV::put_key(key, codes, i, dim_);
-                CodedKV::put_value(value, pool.values + from, i, dim_);
+                CodedKV::put_value(value, pool.values + from, i, value_dim_);
             }
             key_runs_[run] = key;
             value_runs_[run] = value;
@@ -225,7 +226,7 @@ class CodedRuns {
         for (int64_t row = 0; row < rows; ++row)
             weights_[row].take(weights + row * kKeys, value_scales_, known);
         for_tiles<kScoreRows>(rows, [&]<int R>(int64_t row) {
-            mix_codes<R>(&weights_[row], dim_, value_runs_, runs_,
+            mix_codes<R>(&weights_[row], value_dim_, value_runs_, runs_,
                          row || !has_next_ ? nullptr : next_.values, mixed + row * step, step);
         });
     }
@@ -233,7 +234,7 @@ class CodedRuns {
   private:
     static constexpr int64_t kSpareBytes = 8 * kLanes;  // vectors end behind the last head
 
-    const int64_t dim_;
+    const int64_t dim_, value_dim_;
     std::unique_ptr<unsigned char[]> keys_;  // of blocks that are not packed
     std::unique_ptr<std::int8_t[]> values_;
     std::vector<std::int8_t> queries_;

@@ -35,6 +35,29 @@ template <class T> struct PlainKV {
         T *to = run + at / group * group * head_dim + at % group;
         for (int64_t n = 0; n < head_dim; ++n) to[n * group] = value[n];
     }
+    // The same of all positions of a run.
+    static void put_keys(T *run, const T *const *keys, int64_t head_dim) {
+        int64_t k = 0;
+        if constexpr (sizeof(T) * group == sizeof(std::uint32_t))  // then a word has a group
+            for (; k + kLanes * group <= head_dim; k += kLanes * group)
+                for (int64_t at = 0; at < kRun; at += kLanes) {
+                    Words square[kLanes];
+                    for (int i = 0; i < kLanes; ++i)
+                        square[i] = *reinterpret_cast<const Words *>(keys[at + i] + k);
+                    transpose(square);
+                    for (int i = 0; i < kLanes; ++i)
+                        *reinterpret_cast<Words *>(run + (k + i * group) * kRun + at * group) = square[i];
+                }
+        for (; k < head_dim; ++k)
+            for (int64_t at = 0; at < kRun; ++at)
+                run[k / group * kRun * group + at * group + k % group] = keys[at][k];
+    }
+    static void put_values(T *run, const T *const *values, int64_t value_dim) {
+        for (int64_t at = 0; at < kRun; at += group)
+            for (int64_t n = 0; n < value_dim; ++n)
+                for (int64_t i = 0; i < group; ++i)
+                    run[at * value_dim + n * group + i] = values[at + i][n];
+    }
     void put(int64_t slot, int64_t head, const T *key, const T *value) const {
         const int64_t from = places.start(slot, head), dim = places.head_dim;
         if (places.is_packed()) {
@@ -42,7 +65,7 @@ template <class T> struct PlainKV {
             put_value(values + from, value, slot % kRun, dim);
         } else {
             std::copy_n(key, dim, keys + from);
-            std::copy_n(value, dim, values + from);
+            if (!places.latent_dim) std::copy_n(value, dim, values + from);
         }
     }
 };
@@ -67,8 +90,8 @@ template <class KV> struct Keys {
             const int64_t from = start(i);
             const char *memories[] = {reinterpret_cast<const char *>(pool.keys + from),
                                       reinterpret_cast<const char *>(pool.values + from)};
-            for (const char *memory : memories)
-                for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line(memory + byte);
+            for (int i = 0; i < (pool.places.latent_dim ? 1 : 2); ++i)
+                for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_line(memories[i] + byte);
         }
     }
 };
@@ -163,8 +186,8 @@ template <class T> class PlainRuns {
     using KV = PlainKV<T>;
     using X = typename Operands<T>::X;  // of queries, and of the weights of values
 
-    explicit PlainRuns(int64_t head_dim)
-        : dim_(head_dim), keys_(new T[kKeys * dim_]()),
+    PlainRuns(int64_t head_dim, int64_t value_dim)
+        : dim_(head_dim), value_dim_(value_dim), keys_(new T[kKeys * dim_]()),
           values_(new T[kKeys * dim_ + kBand * kGroup]()), pair_(new T[(dim_ + kBand) * kGroup]()),
           packed_(new T[kKeys * dim_ + kBand * kGroup]()) {}
 
@@ -181,12 +204,15 @@ template <class T> class PlainRuns {
                 value_runs_[run] = keys.pool.values + keys.start(first);
                 continue;
             }
-            T *key = keys_.get() + run * kRun * dim_, *value = values_.get() + run * kRun * dim_;
-            for (int64_t i = 0; i < std::min(kRun, known - run * kRun); ++i) {
-                const int64_t from = keys.start(first + i);
-                PlainKV<T>::put_key(key, keys.pool.keys + from, i, dim_);
-                PlainKV<T>::put_value(value, keys.pool.values + from, i, dim_);
+            T *key = keys_.get() + run * kRun * dim_, *value = values_.get() + run * kRun * value_dim_;
+            const T *key_rows[kRun], *value_rows[kRun];  // behind those that are known, the last again
+            for (int64_t i = 0; i < kRun; ++i) {
+                const int64_t from = keys.start(first + std::min(i, known - run * kRun - 1));
+                key_rows[i] = keys.pool.keys + from;
+                value_rows[i] = keys.pool.values + from;
             }
+            PlainKV<T>::put_keys(key, key_rows, dim_);
+            PlainKV<T>::put_values(value, value_rows, value_dim_);
             key_runs_[run] = key;
             value_runs_[run] = value;
         }
@@ -235,16 +261,16 @@ template <class T> class PlainRuns {
         for (int64_t run = 0; run < runs_; ++run)
             positions[run] = std::min(kRun, known - run * kRun) / kGroup * kGroup;
         for_tiles<kTileRows>(rows, [&]<int R>(int64_t row) {
-            mix_tile<T, X, R>(weights + row * kKeys, dim_, value_runs_, positions, runs_,
+            mix_tile<T, X, R>(weights + row * kKeys, value_dim_, value_runs_, positions, runs_,
                               row || !has_next_ ? nullptr : next_.values, mixed + row * step, step);
         });
         const int64_t last = known % kRun;
         if (last % kGroup == 0) return;
         // The first of a pair without the second.
-        const T *pair = value_runs_[runs_ - 1] + (last - 1) * dim_, *pairs[] = {last_pair(pair)};
+        const T *pair = value_runs_[runs_ - 1] + (last - 1) * value_dim_, *pairs[] = {last_pair(pair)};
         const int64_t together = kGroup;
         for_tiles<kTileRows>(rows, [&]<int R>(int64_t row) {
-            mix_tile<T, X, R>(weights + row * kKeys + known - 1, dim_, pairs, &together, 1, nullptr,
+            mix_tile<T, X, R>(weights + row * kKeys + known - 1, value_dim_, pairs, &together, 1, nullptr,
                               mixed + row * step, step);
         });
     }
@@ -262,16 +288,16 @@ template <class T> class PlainRuns {
 
     const T *last_pair(const T *pair) {
         T *to = pair_.get();
-        for (int64_t n = 0; n < dim_ * kGroup; ++n) to[n] = n % kGroup ? T{} : pair[n];
+        for (int64_t n = 0; n < value_dim_ * kGroup; ++n) to[n] = n % kGroup ? T{} : pair[n];
         return to;
     }
 
 #if defined(PENSTOCK_TILES)
     void mix_by_tiles(X *weights, int64_t rows, int64_t known, float *mixed, int64_t step) {
-        const int64_t length = (known + kDepth - 1) / kDepth * kDepth, row_step = dim_ * kGroup;
+        const int64_t length = (known + kDepth - 1) / kDepth * kDepth, row_step = value_dim_ * kGroup;
         T *to = packed_.get();
         for (int64_t i = 0; i < length; i += kGroup, to += row_step) {
-            const T *from = value_runs_[std::min(i / kRun, runs_ - 1)] + i % kRun * dim_;
+            const T *from = value_runs_[std::min(i / kRun, runs_ - 1)] + i % kRun * value_dim_;
             if (i + kGroup <= known)
                 std::copy_n(from, row_step, to);
             else
@@ -287,7 +313,7 @@ template <class T> class PlainRuns {
     }
 #endif
 
-    const int64_t dim_;
+    const int64_t dim_, value_dim_;
     std::unique_ptr<T[]> keys_, values_;  // of blocks that are not packed
     std::unique_ptr<T[]> pair_, packed_;
     // These are of the positions that were found.

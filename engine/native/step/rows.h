@@ -98,3 +98,12 @@ inline void rotate(const float *head, int64_t dim, Rotation by, Out *out) {
     }
     for (i = 2 * half; i < dim; ++i) store(out + i, head[i] * by.factor);
 }
+
+// The same, without a factor, of pairs that are neighbours; those of `out` are half apart.
+inline void rotate_neighbours(const float *head, Rotation by, float *out) {
+    for (int64_t i = 0; i < by.half; ++i) {
+        const float left = head[2 * i], right = head[2 * i + 1];
+        out[i] = left * by.cos[i] - right * by.sin[i];
+        out[i + by.half] = right * by.cos[i] + left * by.sin[i];
+    }
+}

@@ -48,6 +48,9 @@ template <class X> class Buffer {
 
 using Bytes = Buffer<unsigned char>;
 
+// The numbers of a position that are mixed.
+int64_t value_dim(const Heads &heads) { return heads.latent_dim ? heads.latent_dim : heads.head_dim; }
+
 // The distance between rows of X, in bytes. Rows a multiple of 4 KiB apart would share few cache lines.
 int64_t padded(int64_t columns) { return (columns + 31) / 32 * 32 * kActivationBytes + 64; }
 
@@ -81,11 +84,12 @@ struct Workspace {
             for (int64_t j = 0; j < model.num_kinds; ++j) {
                 const Heads &heads = model.kinds[j];
                 const int64_t rows = std::max(model.heads / heads.kv_heads, kQueries);
-                attention.push_back(make_attention(rows, heads.head_dim));
+                attention.push_back(make_attention(rows, heads.head_dim, value_dim(heads)));
             }
             const int64_t state_bytes = model.hidden * kWeightBytes;
+            const int64_t row = std::max(model.hidden, model.latents.query_rank);
             workers.push_back({int(i), std::move(attention), {}, {}, {}, {}, {}, {},
-                               std::unique_ptr<float[]>(new float[model.hidden]),
+                               std::unique_ptr<float[]>(new float[row]),
                                std::unique_ptr<float[]>(new float[widest]),
                                std::unique_ptr<unsigned char[]>(new unsigned char[state_bytes])});
         }
@@ -93,7 +97,7 @@ struct Workspace {
 
     const Model &model;
     std::vector<Worker> workers;
-    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, drafted;
+    Buffer<float> residual, change, wide, parts, mixed, active, low, squares, inputs, drafted, latents, queries;
     Bytes x, mlp, coded;
     Routing routing;
     // 0, or of the last step 256 times (1 + the layer) where a sum over all ranks failed, plus its outcome. The
@@ -122,7 +126,9 @@ struct StepState {
           attended_size(most([](const Layer &layer) {
               return std::max(layer.attention.output.columns, layer.delta_net.output.columns);
           })),
-          x_step(padded(std::max({model.hidden, attended_size, model.merge.fc.columns}))), mlp_step(padded(model.mlp)),
+          x_step(padded(std::max({model.hidden, attended_size, model.merge.fc.columns, model.latents.query_rank,
+                                  model.heads * model.latents.nope_dim}))),
+          mlp_step(padded(model.mlp)),
           expert_step(padded(model.experts.size)), expert_rows(step.tokens * model.experts.num_per_token) {
         const int64_t rows = std::max(step.tokens, step.samples) + kSpare;
         residual = memory.residual.reserve(step.tokens * model.hidden);
@@ -140,7 +146,7 @@ struct StepState {
 
     // More than there are.
     int64_t num_phases() const {
-        return (13 + (model.experts.num_experts ? 18 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
+        return (13 + (model.latents.latent_dim ? 5 : 0) + (model.experts.num_experts ? 18 : 0) + (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) +
                 (model.ranks.group ? 5 : 0)) * model.num_layers + 11;
     }
 
@@ -197,9 +203,9 @@ struct StepState {
         for (int64_t l = 0; l < model.num_layers; ++l) {
             const Layer &layer = model.layers[l];
             const DeltaNetLayer &net = layer.delta_net;
-            for (const Linear &linear : {layer.attention.qkv[0], layer.attention.output, net.projections[0],
-                                         net.projections[2], net.output, layer.mlp.gate, layer.mlp.down,
-                                         layer.input.gate, layer.input.projection})
+            for (const Linear &linear : {layer.attention.qkv[0], layer.attention.output, layer.latent.query,
+                                         net.projections[0], net.projections[2], net.output, layer.mlp.gate,
+                                         layer.mlp.down, layer.input.gate, layer.input.projection})
                 count(linear, step.tokens);
             if (!layer.experts.each) continue;
             count(layer.experts.shared.gate, step.tokens);

@@ -19,6 +19,7 @@
 #include "models/parts/attention/step.h"
 #include "models/parts/delta_net/step.h"
 #include "models/parts/experts/step.h"
+#include "models/parts/latent_attention/step.h"
 #include "models/parts/mlp/step.h"
 #include "models/parts/per_layer_inputs/step.h"
 #include "models/parts/vocabulary/step.h"
@@ -52,6 +53,7 @@ class StepJob : public Job {
         const Layer &layer = context_.state.model.layers[index];
         const bool has_mlp = layer.mlp.size, has_experts = layer.experts.each, has_input = layer.input.gate.rows;
         if (layer.delta_net.output.rows) delta_net_.run(thread, index);
+        else if (layer.latent.latent_norm) latents_.run(thread, index);
         else attention_.run(thread, index);
         context_.norms.add_change(thread, index, layer.attended_norm);
         if (has_mlp) mlp_.run(thread, index);
@@ -70,6 +72,7 @@ class StepJob : public Job {
     EmbeddingPhases embedding_{context_};
     PerLayerInputPhases inputs_{context_};
     AttentionPhases attention_{context_};
+    LatentPhases latents_{context_, attention_};
     DeltaNetPhases delta_net_{context_};
     MlpPhases mlp_{context_};
     ExpertsPhases experts_{context_};

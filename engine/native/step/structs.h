@@ -30,6 +30,7 @@ struct Heads {
     int64_t kv_heads, head_dim;
     int64_t rotary_dim;          // of a head's dimensions, those that are rotated: the first
     const float *query_factors;  // (positions) or null: what queries are multiplied by
+    int64_t latent_dim;  // values are the first so many numbers of keys; 0: they are stored beside these
 };
 
 struct AttentionLayer {
@@ -49,6 +50,23 @@ struct AttentionLayer {
     // layer reads those of another.
     int64_t kv_parts;
     int64_t has_gates;  // qkv gives one after each head's query: its sigmoid multiplies what the head has attended to
+};
+
+// ---- Latent attention ---------------------------------------------------------------------------
+
+// What a layer has besides an AttentionLayer, of which qkv gives queries, or what they are a product of, the latent, and
+// the key that all heads share; and the rotation is of this key, and of as much of each query.
+struct LatentLayer {
+    Linear query;  // without rows where qkv gives queries
+    // For each head, of plain weights: to latents of the part of a query that is not rotated, and of latents to values.
+    const Linear *to_latents, *to_values;
+    const float *query_norm, *latent_norm;
+};
+
+// Layers with it are alike in this. latent_dim: 0 where none has it.
+struct Latents {
+    int64_t latent_dim, rope_dim, nope_dim, value_dim, query_rank, is_interleaved;
+    double norm_eps;
 };
 
 // ---- Gated delta nets ---------------------------------------------------------------------------
@@ -122,6 +140,7 @@ struct Layer {
     // Null where there is none: of what attention reads and gives, and of what the MLP, or the experts, read and give.
     const float *input_norm, *attended_norm, *mlp_norm, *active_norm;
     AttentionLayer attention;
+    LatentLayer latent;       // with a latent_norm: latent attention
     DeltaNetLayer delta_net;  // in place of attention
     MlpLayer mlp;
     ExpertsLayer experts;
@@ -166,6 +185,7 @@ struct Model {
     const Layer *layers;
     int64_t whole_qk_norm, has_post_norms, is_gelu;
     int64_t norms_values;  // without a weight
+    Latents latents;
     Embedding embedding;
     Head head;
     Experts experts;

@@ -47,7 +47,8 @@ void add_low_rank_band(const float *low, const void *up, int64_t band, int64_t r
 
 // ---- attention.cpp, for each T, and for keys and values that are codes --------------------------
 
-// max_rows: of a tile. A thread has one of its own.
-std::unique_ptr<Attention> make_attention(int64_t max_rows, int64_t head_dim);
+// max_rows: of a tile. value_dim: what is mixed of a position, where values are not stored the beginning of its key. A
+// thread has one of its own.
+std::unique_ptr<Attention> make_attention(int64_t max_rows, int64_t head_dim, int64_t value_dim);
 // Names what multiplies codes, for people to read; empty where there are none.
 std::string kv_products();

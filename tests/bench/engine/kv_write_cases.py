@@ -37,7 +37,7 @@ def kv_write(bench: Bench) -> Iterator[MakeCase]:
 def _attention(bench: Bench) -> tuple[Attention, Rotation]:
     config = model_config(_MODEL, bench.tiny)
     attention = config.attentions[0]
-    assert attention.rope is not None
+    assert isinstance(attention, Attention) and attention.rope is not None
     cos, sin = rotary_table(attention.rope, attention.head_dim, _MAX_LEN, bench.device)
     return attention, Rotation(cos=cos, sin=sin, query_norm=None, key_norm=None, eps=1e-5)
 

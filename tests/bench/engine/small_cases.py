@@ -11,7 +11,7 @@ from penstock.engine.kernels.activation import silu_mul
 from penstock.engine.kernels.norm import add_rms_norm, embed, rms_norm
 from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.models.config import ModelConfig
-from penstock.engine.models.parts.attention.config import HeadNorms
+from penstock.engine.models.parts.attention.config import Attention, HeadNorms
 from penstock.engine.models.parts.attention.rotary import rotary_table, rotate
 from penstock.engine.step.device_step import Rotation
 from tests.bench.engine.case import Bench, Case, MakeCase, size_of
@@ -135,7 +135,7 @@ def _rotate_and_store(
     ]
     positions = torch.arange(tokens, dtype=torch.int32, device=bench.device)
     kv_slots = torch.randperm(tokens, device=bench.device)
-    assert attention.rope is not None
+    assert isinstance(attention, Attention) and attention.rope is not None
     cos, sin = rotary_table(attention.rope, dim, tokens, bench.device)
     query_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None
     key_norm = bench.random(dim) if attention.head_norms is HeadNorms.EACH else None

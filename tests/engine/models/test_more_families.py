@@ -19,6 +19,7 @@ from penstock.engine.models.families.families import FAMILIES as ROWS
 from tests.support.compiler import HAS_COMPILER
 from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (
+    LATENT_FAMILIES,
     MORE_FAMILIES,
     Harness,
     engine_config,
@@ -39,7 +40,7 @@ def made(name: str, directory: Path) -> tuple[Path, Tensor, Tensor]:
         return save(model, directory), model(prompts).logits, prompts
 
 
-@pytest.fixture(params=MORE_FAMILIES, scope="module")
+@pytest.fixture(params=[*MORE_FAMILIES, *LATENT_FAMILIES], scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(a directory with the model, transformers' logits of two prompts, the prompts)"""
     return made(request.param, tmp_path_factory.mktemp("model"))

@@ -18,13 +18,14 @@ from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.tiny_models import (
     FAMILIES,
     HYBRID_FAMILIES,
+    LATENT_FAMILIES,
     MORE_FAMILIES,
     engine_config,
     make_model,
     save,
 )
 
-EVERY = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES]
+EVERY = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
 Tensors = dict[str, Tensor]
 
 

@@ -79,6 +79,11 @@ class Attention(Part):
         return KVHeads(self.num_kv_heads, self.head_dim)
 
     @property
+    def angles_dim(self) -> int:
+        """See `RotatedHeads`."""
+        return self.head_dim
+
+    @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 

@@ -137,6 +137,14 @@ class RopeSettings:
             scaling.count("original_max_position_embeddings"),
         )
 
+    def score_factor(self) -> float:
+        """DeepSeek's factor of attention's scores, beside that of cosines and sines."""
+        scaling = self._section(self._content)
+        if not scaling.get("mscale_all_dim"):
+            return 1.0
+        growth = 0.1 * math.log(max(scaling.number("factor"), 1.0))
+        return (1 + scaling.number("mscale_all_dim") * growth) ** 2
+
     def _section(self, content: dict[str, Any], kind: str = "") -> Fields:
         return Fields(f"{self._fields.path}: {self._key}{kind and '.'}{kind}", content)
 

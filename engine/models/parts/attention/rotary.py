@@ -3,21 +3,39 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.engine.models.parts.attention.config import Attention
 from penstock.engine.models.parts.attention.rope import RopeConfig
+
+
+class RotatedHeads(Protocol):
+    """What the tables follow from; see `Attention`. angles_dim: the dimensions for which they have
+    rows, of which the first rotary_dim are rotated, None for all."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def angles_dim(self) -> int: ...
+    @property
+    def rotary_dim(self) -> int | None: ...
+    @property
+    def rope(self) -> RopeConfig | None: ...
+    @property
+    def query_scaling(self) -> tuple[float, int] | None: ...
+    @property
+    def scale(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Angles:
     """Rotates the heads of one layer.
 
-    cos, sin: (rows, head_dim / 2) float32. Of these the first rotary_dim / 2 are angles; the others
-    are 0, for dimensions that are not rotated: see `rotate`. query_factors: what queries are
+    cos, sin: (rows, angles_dim / 2) float32. Of these the first rotary_dim / 2 are angles; the
+    others are 0, for dimensions that are not rotated: see `rotate`. query_factors: what queries are
     multiplied by besides, (rows,) float32, or None.
     """
 
@@ -33,11 +51,11 @@ class Angles:
 
 
 class RotaryTables:
-    """The angles of each layer that has attention, by its index: (num_positions, head_dim / 2).
+    """The angles of each layer that has attention, by its index: (num_positions, angles_dim / 2).
     Layers with the same angles share them."""
 
     def __init__(
-        self, layers: Iterable[Attention | None], num_positions: int, device: torch.device
+        self, layers: Iterable[RotatedHeads | None], num_positions: int, device: torch.device
     ) -> None:
         """layers: None for one without attention."""
         tables: dict[tuple[object, ...], Angles] = {}
@@ -45,7 +63,8 @@ class RotaryTables:
         for index, of in enumerate(layers):
             if of is None:
                 continue
-            kind = (of.rope, of.head_dim, of.rotary_dim, of.query_scaling, of.scale)
+            dims = of.head_dim, of.angles_dim, of.rotary_dim
+            kind = (of.rope, dims, of.query_scaling, of.scale)
             if kind not in tables:
                 tables[kind] = _angles(of, num_positions, device)
             self.layers[index] = tables[kind]
@@ -56,8 +75,8 @@ class RotaryTables:
         return {index: rows[table] for index, table in self.layers.items()}
 
 
-def _angles(config: Attention, num_positions: int, device: torch.device) -> Angles:
-    head_dim, rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
+def _angles(config: RotatedHeads, num_positions: int, device: torch.device) -> Angles:
+    head_dim, rotary_dim = config.angles_dim, config.rotary_dim or config.angles_dim
     factors = _query_factors(config, num_positions)
     factors = None if factors is None else factors.to(device)
     if config.rope is None:  # one row for all positions
@@ -70,7 +89,7 @@ def _angles(config: Attention, num_positions: int, device: torch.device) -> Angl
     return Angles(cos, sin, factors, rotary_dim)
 
 
-def _query_factors(config: Attention, num_positions: int) -> Tensor | None:
+def _query_factors(config: RotatedHeads, num_positions: int) -> Tensor | None:
     """Attention computes with the scale head_dim ** -0.5; what differs from it is a factor of the
     queries, as is Llama 4's growth by position."""
     if config.query_scaling is None and config.scale is None:

@@ -12,6 +12,7 @@ class AttentionPhases : PartPhases {
     explicit AttentionPhases(StepContext &context)
         : PartPhases(context), kinds_(m_.kinds, m_.kinds + m_.num_kinds) {
         if (m_.ranks.group) squares_ = state_.workspace.squares.reserve(s_.tokens * 2);
+        if (m_.latents.latent_dim) latents_ = state_.workspace.latents.reserve((s_.tokens + kSpare) * latents_step());
         plan();
     }
 
@@ -24,14 +25,39 @@ class AttentionPhases : PartPhases {
             thread.run(s_.tokens, [&](int64_t t) {
                 for (int64_t h = 0; h < kind.kv_heads; ++h) store_keys(thread.worker, layer, t, h);
             });
+        attend(thread, layer);
+        linears_.multiply_and_add(thread, layer.output, {state_.x, state_.x_step}, state_.mixed,
+                                  state_.attended_size, {index, kOutput});
+    }
+
+    // For latent attention, which has stored the keys, and written queries to latents(): in place of these comes what
+    // the heads have attended to, as rows of X.
+    void attend(StepThread &thread, const AttentionLayer &layer) {
+        const Kind &kind = kinds_[layer.heads];
         const int64_t units = int64_t(kind.units.size()) * kind.kv_heads / kind.heads_each;
         thread.run(units, [&](int64_t unit) {
             const int64_t first = unit * kind.heads_each;
             for (int64_t i = first; i < first + kind.heads_each; ++i) attend(thread.worker, layer, i);
         });
-        linears_.multiply_and_add(thread, layer.output, {state_.x, state_.x_step}, state_.mixed,
-                                  state_.attended_size, {index, kOutput});
     }
+    void multiply_qkv(StepThread &thread, int64_t index) {
+        const Layer &layer = m_.layers[index];
+        linears_.multiply_normalised(thread, layer.input_norm, layer.attention.qkv, 3, {index, kQkv},
+                                     [&](int64_t t, int64_t n, const float *y, int64_t count) {
+                                         std::copy_n(y, count, state_.wide + t * state_.qkv_size + n);
+                                     });
+    }
+    void store_latent(Worker &worker, const AttentionLayer &layer, int64_t t, const float *key) {
+        const HeadKeys to = {&layer, places(kinds_[layer.heads]), 0, nullptr};
+        const int64_t slot = s_.kv_slots[layer.group * s_.tokens + t];
+        worker.attention[layer.heads]->put(to, slot, key, {nullptr, nullptr, 0, 1.0f}, nullptr, 1.0f);
+    }
+    // (tokens, heads, latent_dim + rope_dim).
+    float *latents(int64_t t, int64_t head) const {
+        return latents_ + t * latents_step() + head * (m_.latents.latent_dim + m_.latents.rope_dim);
+    }
+    // Rows a multiple of 4 KiB apart would share few cache lines.
+    int64_t latents_step() const { return m_.heads * (m_.latents.latent_dim + m_.latents.rope_dim) + 16; }
 
   private:
     struct Unit {  // tokens of one sequence that attend together, to one piece or to all
@@ -48,16 +74,9 @@ class AttentionPhases : PartPhases {
     int64_t group(const Kind &kind) const { return m_.heads / kind.kv_heads; }  // heads of a KV head
     int64_t attended(const Kind &kind) const { return m_.heads * kind.head_dim; }  // numbers of all heads
     int64_t part_floats(const Kind &kind) const {
-        return Gathered::floats(group(kind), banded_rows(kind.head_dim));
+        return Gathered::floats(group(kind), banded_rows(value_dim(kind)));
     }
 
-    void multiply_qkv(StepThread &thread, int64_t index) {
-        const Layer &layer = m_.layers[index];
-        linears_.multiply_normalised(thread, layer.input_norm, layer.attention.qkv, 3, {index, kQkv},
-                                     [&](int64_t t, int64_t n, const float *y, int64_t count) {
-                                         std::copy_n(y, count, state_.wide + t * state_.qkv_size + n);
-                                     });
-    }
     void normalise_whole(StepThread &thread, int64_t index) {
         const AttentionLayer &layer = m_.layers[index].attention;
         if (m_.ranks.group) {
@@ -96,7 +115,8 @@ class AttentionPhases : PartPhases {
     }
     Rotation rotation(const AttentionLayer &layer, const Kind &kind, int64_t t, float factor) const {
         const int64_t angles = s_.positions[t] * layer.angles_step;
-        return {layer.cos + angles, layer.sin + angles, kind.rotary_dim / 2, factor};
+        const int64_t half = kind.latent_dim ? 0 : kind.rotary_dim / 2;  // its queries are rotated
+        return {layer.cos + angles, layer.sin + angles, half, factor};
     }
 
     void plan() {
@@ -116,7 +136,7 @@ class AttentionPhases : PartPhases {
         for (int64_t i = 0; i < s_.sequences; ++i) {
             const int64_t first = s_.query_starts[i], end = s_.query_starts[i + 1];
             kind.keys_first |= end - first > tile;
-            const int64_t pieces = end == first ? 0 : s_.positions[end - 1] / kPiece + 1;
+            const int64_t pieces = end == first ? 0 : s_.positions[end - 1] / places(kind).piece() + 1;
             if (end - first == 1 && pieces > 1) {
                 for (int64_t piece = 0; piece < pieces; ++piece)
                     kind.units.push_back({i, first, 1, piece, pieces, parts});
@@ -148,9 +168,12 @@ class AttentionPhases : PartPhases {
 
     // Its gate follows, where it has one.
     const float *query_of(const AttentionLayer &layer, const Kind &kind, int64_t t, int64_t head) const {
+        if (kind.latent_dim) return latents(t, head);
         return state_.wide + t * state_.qkv_size + head * kind.head_dim * (1 + layer.has_gates);
     }
-    KVPlaces places(const Kind &kind) const { return {m_.block_size, kind.kv_heads, kind.head_dim}; }
+    KVPlaces places(const Kind &kind) const {
+        return {m_.block_size, kind.kv_heads, kind.head_dim, kind.latent_dim};
+    }
     HeadKeys keys_of(const AttentionLayer &layer, const Kind &kind, const Unit &unit, int64_t kv_head) {
         const int64_t row = layer.group * s_.sequences + unit.sequence;
         return {&layer, places(kind), kv_head, s_.block_tables + row * s_.max_blocks};
@@ -214,7 +237,7 @@ class AttentionPhases : PartPhases {
 
     void put_attended(const Gathered &all_rows, const Unit &unit, int64_t kv_head, const AttentionLayer &layer,
                       const Kind &kind) {
-        const int64_t d = kind.head_dim, step = banded_rows(d), group = this->group(kind);
+        const int64_t d = value_dim(kind), step = banded_rows(d), group = this->group(kind);
         for (int64_t row = 0; row < unit.tokens * group; ++row) {
             const int64_t token = unit.first + row / group;
             const int64_t head = kv_head * group + row % group, column = head * d;
@@ -223,6 +246,10 @@ class AttentionPhases : PartPhases {
             // A sink is one score more, whose value is 0: once, after all pieces.
             if (layer.sinks)
                 weight += std::exp(layer.sinks[head] - all_rows.peak[row]);
+            if (kind.latent_dim) {
+                divide_to_x(mixed, weight, d, latents(token, head));
+                continue;
+            }
             if (layer.has_gates) multiply_by_sigmoid(query_of(layer, kind, token, head) + d, d, mixed);
             if (is_coded(layer.output))
                 divide(mixed, weight, d, state_.mixed + token * state_.attended_size + column);
@@ -233,7 +260,7 @@ class AttentionPhases : PartPhases {
 
     std::vector<Kind> kinds_;
     std::unique_ptr<std::atomic<int32_t>[]> arrived_;
-    float *parts_ = nullptr, *squares_ = nullptr;
+    float *parts_ = nullptr, *squares_ = nullptr, *latents_ = nullptr;
 };
 
 }  // namespace

@@ -1,0 +1,1 @@
+"""Latent attention: all heads read one short vector of each token."""
