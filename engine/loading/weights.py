@@ -107,8 +107,8 @@ class Counted:
     source: WeightSource
     phases: Phases
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        weight = self.source.read(shape, *names)
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        weight = self.source.read(shape, *names, dtype=dtype)
         self.phases.advance(weight.nbytes)
         return weight
 
@@ -132,8 +132,8 @@ class Widened:
     make_linear: MakeLinear
     kept: CodePolicy
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        return self.source.read(shape, *names)
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.source.read(shape, *names, dtype=dtype)
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self.source.table(shape, name)

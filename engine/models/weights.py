@@ -58,7 +58,7 @@ class Checkpoint:
                 "effect: keys and values are stored in --dtype"
             )
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         parts = [self._tensor(name) for name in names]  # mapped; `copy_` is what reads them
         num_rows = 0
         for name, part in zip(names, parts, strict=True):
@@ -69,6 +69,7 @@ class Checkpoint:
         if num_rows != shape[0]:
             raise self._files.wrong_shape(names[-1], parts[-1], shape)
         fused = self._empty(shape)
+        fused = fused if dtype is None else fused.to(dtype)
         start = 0
         for name, part in zip(names, parts, strict=True):
             self._check_finite(name, part)
@@ -175,7 +176,7 @@ class RandomWeights(WeightSource):
         self._quantization = quantization
         self._shard = shard
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         if len(shape) == 1:  # norms and biases: ones keep the activations' scale
             return self._empty(shape).fill_(1.0)
         weight = self._empty(shape)

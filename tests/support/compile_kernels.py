@@ -351,7 +351,7 @@ class MetaWeights:
         self._dtype = dtype
         self._codes = codes
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=META)
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:

@@ -22,7 +22,7 @@ class Drawn(WeightSource):
     dtype: torch.dtype
     is_wide: bool
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         generator = torch.Generator(DEVICE).manual_seed(zlib.crc32(names[0].encode()))
         tensor = torch.randn(shape, generator=generator, device=DEVICE)
         tensor = (tensor / (4 if len(shape) == 1 else shape[1] ** 0.5)).to(self.dtype)

@@ -151,5 +151,5 @@ class _Shapes(WeightSource):
     def __init__(self, dtype: torch.dtype) -> None:
         self._empty = partial(torch.empty, dtype=dtype, device=_META)
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         return self._empty(shape)

@@ -86,8 +86,8 @@ class QuantizedWeights:
         self._codes_of = codes_of
         self._kept = kept or AsStored()
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        return self._plain.read(shape, *names)
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._plain.read(shape, *names, dtype=dtype)
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self._plain.table(shape, name)

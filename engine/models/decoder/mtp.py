@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.files.safetensors import tensor_names
@@ -58,8 +59,8 @@ class HeadWeights:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        return self._source.read(shape, *map(_name, names))
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self._source.read(shape, *map(_name, names), dtype=dtype)
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
         return self._source.table(shape, _name(name))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor
 
 from penstock.engine.memory.pool.kv_layout import GroupPool, KVLayout
@@ -188,10 +189,10 @@ class _Renumbered:
         self._model = model
         self._layers = layers
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         inputs = self._model.per_layer_inputs
         if inputs is None or names != (f"{PROJECTION}.weight",):
-            return self._source.read(shape, *map(self._name, names))
+            return self._source.read(shape, *map(self._name, names), dtype=dtype)
         whole = inputs.linears["projection"].shape
         return self._source.read(whole, *names)[self._layer_columns(inputs)].clone()
 

@@ -52,9 +52,10 @@ class GgufWeights(WeightSource):
         if line := widened(self._gguf, self._names, empty((0,)).dtype, kept):
             logger.info("%s", line)
 
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         tensors = [self._stored(name) for name in names]  # before memory is allocated
         fused = self._empty(shape)
+        fused = fused if dtype is None else fused.to(dtype)
         rows = torch.split(fused, [tensor.place.shape[0] for tensor in tensors])
         for name, tensor, into in zip(names, tensors, rows, strict=True):
             self._widen(name, tensor, into)

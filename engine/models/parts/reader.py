@@ -20,8 +20,9 @@ Settings = TypeVar("Settings", bound=Part)
 
 
 class WeightSource(Protocol):
-    def read(self, shape: tuple[int, ...], *names: str) -> Tensor:
-        """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`."""
+    def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors `names` of the checkpoint, stacked along their first dimension to `shape`.
+        dtype: None for that of the model."""
         ...
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
@@ -79,10 +80,13 @@ class PartReader:
         return self.weights.read(spec.shape, *names)
 
     def vector(self, spec: VectorSpec) -> Tensor:
-        vector = self.weights.read(spec.shape, self._prefix + spec.name)
-        if spec.is_norm:
-            return vector.float() + self._norm.offset if self._norm.is_wide else vector
-        return vector.float() if spec.is_wide else vector
+        # What is computed with in float32 is not rounded to the model's type before.
+        is_wide = self._norm.is_wide if spec.is_norm else spec.is_wide
+        dtype = torch.float32 if is_wide else None
+        vector = self.weights.read(spec.shape, self._prefix + spec.name, dtype=dtype)
+        if not is_wide:
+            return vector
+        return vector.float() + (self._norm.offset if spec.is_norm else 0.0)
 
 
 class PartLayer(Generic[Settings]):
