@@ -28,6 +28,8 @@ _WITHOUT_EFFECT = {
     _DRAFTS: re.compile(r"(.*\.)?mtp\w*\..*"),
     "scales of a quantized KV cache": re.compile(r".*\.([kqv]|kv|prob|softmax)_scale"),
 }
+# DeepSeek's and GLM's have numbers after the other layers'. The first reads two states.
+_DRAFTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\..*")
 _OUTPUT = "lm_head.weight"
 _TIED = "an output layer, which config.json ties to the embedding"
 _ENCODERS = "encoders of images or sound, since text alone is served"
@@ -44,8 +46,11 @@ def check_tensors(model_dir: Path, config: ModelConfig, *, has_head: bool = Fals
         others = {name for name in others if not _WITHOUT_EFFECT[_DRAFTS].fullmatch(name)}
     without_effect: dict[str, list[str]] = defaultdict(list)
     unknown: list[str] = []
+    found = (_DRAFTING.fullmatch(name) for name in map(_full, others))
+    drafting = {int(match[1]) for match in found if match} - {*range(config.num_layers)}
     for stored in sorted(others - _codes(config, others)):
-        why = _without_effect(stored, config, files)
+        is_drafting = index_and_name(_full(stored))[0] in drafting
+        why = _DRAFTS if is_drafting else _without_effect(stored, config, files)
         (unknown if why is None else without_effect[why]).append(stored)
     for why, names in without_effect.items():
         logger.info("%d tensors have no effect: %s (%s)", len(names), why, _shown(names))

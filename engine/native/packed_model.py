@@ -214,7 +214,8 @@ def _pack_experts(packer: Packer, layer: ExpertsLayer, mlp_norm: Tensor | None) 
         given |= dict.fromkeys(("factors", "mlp_norm", "output_norm"))
     packed = packer.filled("ExpertsLayer", layer, each=packer.array("Expert", experts), **given)
     if size := layer.config.shared_size:
-        packed.router[1] = packer.linear(layer.shared_gate)
+        if layer.config.has_shared_gate:
+            packed.router[1] = packer.linear(layer.shared_gate)
         packed.shared = _pack_mlp(packer, layer.shared_gate_up, layer.shared_down, size)
     return packed
 

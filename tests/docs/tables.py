@@ -174,6 +174,7 @@ _MODELS = {
     "granite": "Granite 3, dense",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "glm4_moe": "GLM-4.5, 4.5-Air, 4.6, 4.7 (mixtures of experts)",
     "seed_oss": "Seed-OSS",
     "cwm": "Code World Model",
     "exaone4": "EXAONE 4",

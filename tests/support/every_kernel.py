@@ -14,11 +14,28 @@ import torch
 from penstock.engine.kernels.activation import add_gated, softcap
 from penstock.engine.kernels.launch import overlap
 from penstock.engine.kernels.sample.sampler import Mode
+from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.kernels.routing import route
 from penstock.engine.models.parts.per_layer_inputs.kernels import add_table_rows, gate_input
 from tests.bench.gpu import resources
 from tests.support.compile_kernels import META, Launch, MetaModel, recorded
 from tests.support.convergence import parted
 from tests.support.paths import MODEL_CONFIGS, ROOT
+
+# As DeepSeek-V3 routes.
+_EXPERTS = Experts(
+    hidden_size=7168,
+    num_experts=256,
+    num_per_token=8,
+    size=2048,
+    is_normed=True,
+    has_sigmoids=True,
+    has_corrections=True,
+    num_groups=8,
+    num_groups_used=4,
+    num_best=2,
+    weight_factor=2.5,
+)
 
 
 def names() -> set[str]:
@@ -52,6 +69,7 @@ def launches() -> Iterator[Launch]:
         inputs = _empty(7, 30, 256)
         add_table_rows(inputs, ids, _empty(1000, 30 * 256), _empty(256), 1e-6, 0.5)
         gate_input(_empty(7, 256), inputs, 3)
+        route(_empty(7, 256).float(), _EXPERTS, corrections=_empty(256).float())
     yield from others
 
 

@@ -52,7 +52,6 @@ OTHER_DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepSeek V3, R1, in bfloat16", "DeepseekV3", {**_GLM_MOE, **_MLA}),
-    "glm4_moe": ("GLM-4.5, 4.6, 4.7", "Glm4Moe", {**_GLM_MOE, "head_dim": 24}),
     "minimax_m2": (
         "MiniMax-M2",
         "MiniMaxM2",

@@ -211,6 +211,32 @@ MORE_FAMILIES |= {
         },
     )
 }
+# As GLM-4.6, and with groups of experts, as DeepSeek-V3 has them.
+_GLM = {
+    "head_dim": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+    "pad_token_id": None,
+}
+MORE_FAMILIES |= {
+    "glm4_moe": ("Glm4Moe", {**_GLM, "use_qk_norm": True}),
+    "glm4_moe_groups": (
+        "Glm4Moe",
+        {
+            **_GLM,
+            "n_routed_experts": 20,
+            "num_experts_per_tok": 5,
+            "n_group": 5,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+        },
+    ),
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "head_dim": 24,
@@ -339,6 +365,8 @@ def make_model(family: str, seed: int = 0, **options: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(float(0.8 + torch.rand(1, generator=generator) / 4))
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) / 8)
     if family == "gpt_oss":
         for layer in model.model.layers:  # in older versions a constant
             layer.mlp.experts.limit = config.swiglu_limit

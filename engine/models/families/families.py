@@ -36,7 +36,13 @@ from penstock.engine.models.parts.attention.windows import (
     unless_off,
 )
 from penstock.engine.models.parts.delta_net.config import read_delta_nets
-from penstock.engine.models.parts.experts.config import MAX_WIDTH, qwen_layers, read_experts
+from penstock.engine.models.parts.experts.config import (
+    MAX_WIDTH,
+    deepseek_experts,
+    deepseek_layers,
+    qwen_layers,
+    read_experts,
+)
 from penstock.engine.models.parts.latent_attention.config import read_latent_attention
 from penstock.engine.models.parts.mlp.config import Activation
 from penstock.engine.models.parts.tensors import NormKind
@@ -252,6 +258,21 @@ def _scaled_rope(
     return one_rope(fields, head_dim, windows)
 
 
+# ---- DeepSeek and GLM ----------------------------------------------------------------------------
+
+
+def _deepseek(fields: Fields, design: Design, **kind: Any) -> Design:
+    """Layers with DeepSeek's experts behind some with an MLP. kind: see `deepseek_experts`."""
+    experts = deepseek_experts(fields, **kind)
+    return replace(design, experts=experts, have_experts=deepseek_layers(fields))
+
+
+def _glm4_moe(fields: Fields, design: Design) -> Design:
+    if fields.flag("use_qk_norm"):
+        design = design.with_attention(head_norms=HeadNorms.EACH)
+    return _deepseek(fields, design)
+
+
 # ---- Code World Model ---------------------------------------------------------------------------
 
 _CWM_ROPE = {
@@ -433,6 +454,23 @@ FAMILIES = {
         ropes=ropes_by_kind,
         windows=partial(full_every, 4),
         defaults={**_OLMO2.defaults, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        design=Design(attention_flags={"qkv_bias": "attention_bias"}, mlp_flags={}),
+        read=_glm4_moe,
+        ropes=partial(_partial_rope, default=0.5),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        computes=frozenset({"partial_rotary_factor"}),
     ),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",

@@ -101,20 +101,23 @@ struct Expert {
 
 struct ExpertsLayer {
     const Expert *each;  // null where the layer has none. All have the same format and groups of codes.
-    // Both of plain weights; the second without rows where no shared expert computes every token besides, whose weight
-    // is the sigmoid of what it gives.
+    // Both of plain weights; the sigmoid of what the second gives is the weight of the shared expert. Without rows: it
+    // is 1, or there is none.
     Linear router[2];
-    MlpLayer shared;
+    MlpLayer shared;  // computes every token besides
     const float *router_norm, *input_norm;  // of what router and experts read
-    const float *factors;  // (experts) or null: of the weights of a token's experts
+    const float *factors;      // (experts) or null: of the weights of a token's experts
+    const float *corrections;  // (experts) or null: what is added to weights to choose by
     // These norm what the MLP and the experts give, before both are added, where the layer has an MLP beside them.
     const float *mlp_norm, *output_norm;
 };
 
 // Layers with experts: how many they have, how many compute a token, and the size of each. 0 where no layer
-// has any. is_normed: whether those of a token's experts add up to 1.
+// has any. For the others see the class of this name in Python.
 struct Experts {
-    int64_t num_experts, num_per_token, size, is_normed;
+    int64_t num_experts, num_per_token, size, is_normed, has_sigmoids;
+    int64_t num_groups, num_groups_used, num_best;
+    double weight_factor;
     double swiglu_alpha, swiglu_limit;  // of an activation that is clamped; a limit of 0: it is not
 };
 

@@ -37,7 +37,43 @@ def test_tokens_are_routed_as_torch_routes_them(
     experts = replace(EXPERTS, num_experts=num_experts, num_per_token=each, is_normed=is_normed)
     logits = random(7, num_experts).round(decimals=0)  # many are equal
     chosen, weights = routes(experts, logits)
-    found = route(logits, each, is_normed=is_normed)
+    found = route(logits, experts)
+    assert found.experts.tolist() == chosen.tolist()
+    torch.testing.assert_close(found.weights, weights)
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize(("num_best", "has_sigmoids"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_experts", "each", "num_groups", "num_used"),
+    [(6, 2, 1, 1), (20, 5, 5, 2), (160, 6, 8, 3), (256, 8, 8, 4)],
+)
+def test_groups_sigmoids_and_corrections_choose_as_torch_does(
+    num_experts: int,
+    each: int,
+    num_groups: int,
+    num_used: int,
+    num_best: int,
+    has_sigmoids: bool,
+    is_normed: bool,
+) -> None:
+    experts = replace(
+        EXPERTS,
+        num_experts=num_experts,
+        num_per_token=each,
+        is_normed=is_normed,
+        has_sigmoids=has_sigmoids,
+        has_corrections=has_sigmoids,
+        num_groups=num_groups,
+        num_groups_used=num_used,
+        num_best=num_best,
+        weight_factor=2.5,
+    )
+    # Many are equal, and many groups; sums that only rounding would tell apart are not among them.
+    logits = random(9, num_experts).round(decimals=0).abs()
+    corrections = 8.0 * (random(num_experts, seed=3) > 0) if has_sigmoids else None
+    chosen, weights = routes(experts, logits, None, corrections)
+    found = route(logits, experts, None, corrections)
     assert found.experts.tolist() == chosen.tolist()
     torch.testing.assert_close(found.weights, weights)
 
@@ -59,7 +95,8 @@ def _mixed(kind: str, num_tokens: int, num_experts: int, each: int) -> Tensor:
 def test_a_token_without_numbers_has_the_last_expert() -> None:
     logits = random(2, 60)
     logits[0] = float("nan")
-    found = route(logits, 4, is_normed=True).experts.tolist()
+    experts = replace(EXPERTS, num_experts=60, num_per_token=4)
+    found = route(logits, experts).experts.tolist()
     assert found == [[59] * 4, logits[1].topk(4).indices.tolist()]
 
 
@@ -122,6 +159,29 @@ def test_experts_give_what_torch_gives(
     logits = layer.router(x)  # of the same rounding, so that the same experts are chosen
     expected = drawn(experts, dtype, is_wide=True).mixed(x.float(), logits)
     assert error(found, expected) < 5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 12, 70])
+@torch.inference_mode()
+def test_experts_of_deepseek_and_the_shared_one_give_what_torch_gives(
+    num_tokens: int, dtype: torch.dtype
+) -> None:
+    experts = replace(
+        EXPERTS,
+        num_experts=6,
+        has_sigmoids=True,
+        has_corrections=True,
+        num_groups=3,
+        num_groups_used=2,
+        num_best=2,
+        weight_factor=2.5,
+        shared_size=2 * SIZE,
+        has_shared_gate=False,
+    )
+    layer, x = drawn(experts, dtype), random(num_tokens, HIDDEN, dtype=dtype)
+    expected = drawn(experts, dtype, is_wide=True)(x.float())  # the router is not rounded
+    assert error(FusedExperts(layer)(x), expected) < 5 * TOLERANCE[dtype]
 
 
 @torch.inference_mode()

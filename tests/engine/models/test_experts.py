@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.config import Quantization
+from penstock.engine.files.json_file import Fields
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.formats.kept import AsStored
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
-from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.config import Experts, deepseek_experts
 from penstock.engine.models.parts.experts.layer import routes
 from penstock.engine.native.features import check_features
 from penstock.engine.native.library import CODE_FORMATS
@@ -94,14 +96,132 @@ def test_of_equal_logits_the_first_experts_are_chosen(is_normed: bool) -> None:
     assert weights[0].tolist() == pytest.approx([0.5, 0.5] if is_normed else [0.2, 0.2])
 
 
+def test_of_equal_groups_the_first_are_chosen_and_of_their_experts_the_first() -> None:
+    experts = Experts(
+        hidden_size=64, num_experts=8, num_per_token=3, size=8, is_normed=True, has_sigmoids=True,
+        has_corrections=True, num_groups=4, num_groups_used=2, num_best=2, weight_factor=2.0,
+    )  # fmt: skip
+    equal, corrections = torch.zeros(2, 8), torch.tensor([0.0, 0, 0, 0, 1, 1, 0, 0])
+    assert routes(experts, equal)[0].tolist() == [[0, 1, 2]] * 2
+    chosen, weights = routes(experts, equal, corrections=corrections)
+    assert chosen.tolist() == [[4, 5, 0]] * 2  # weights know nothing of corrections
+    assert weights.flatten().tolist() == pytest.approx([2 / 3] * 6)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 5,
+    "moe_intermediate_size": 8,
+}
+GROUPS: dict[str, Any] = {"n_group": 6, "topk_group": 2, "n_routed_experts": 24}
+# As of transformers' settings of DeepSeek-V2, which has no such correction, and of Mistral 4.
+ROUTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sigmoids": ("glm4_moe.Glm4Moe", {"norm_topk_prob": True}, {}),
+    "sigmoids that are not normed": ("glm4_moe.Glm4Moe", {"norm_topk_prob": False}, {}),
+    "all groups": ("deepseek_v3.DeepseekV3", {"topk_group": 6, "norm_topk_prob": True}, {}),
+    "one group": (
+        "deepseek_v3.DeepseekV3",
+        {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        {},
+    ),
+    "greedy": (
+        "deepseek_v2.DeepseekV2",
+        {"topk_method": "greedy"},
+        {"num_best": 1, "has_sigmoids": False},
+    ),
+    "the best of each group": (
+        "deepseek_v2.DeepseekV2",
+        {"topk_method": "group_limited_greedy"},
+        {"num_best": 1, "has_sigmoids": False},
+    ),
+    "softmax": ("mistral4.Mistral4", {"norm_topk_prob": True}, {"has_sigmoids": False}),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_tokens_have_the_experts_and_weights_of_transformers_routers(name: str) -> None:
+    prefix, changes, kind = ROUTERS[name]
+    module, _, cls = prefix.partition(".")
+    settings = {**SMALL, **GROUPS, "routed_scaling_factor": 2.5, **changes}
+    config = getattr(transformers, f"{cls}Config")(**settings)
+    models: Any = transformers.models
+    router = getattr(getattr(models, module), f"modeling_{module}").__dict__[f"{cls}TopkRouter"]
+    theirs = router(config)
+    theirs.weight.data = torch.eye(24)
+    experts = deepseek_experts(Fields("config.json", settings), **kind)
+    logits = torch.randn(200, 24, generator=torch.Generator().manual_seed(1))
+    corrections = None
+    if experts.has_corrections:
+        corrections = torch.randn(24, generator=torch.Generator().manual_seed(2)) / 4
+        theirs.e_score_correction_bias.copy_(corrections)
+    _, weights, chosen = theirs(logits)
+    expected = torch.zeros(200, 24).scatter(1, chosen, weights.detach())
+    found = torch.zeros(200, 24).scatter(1, *routes(experts, logits, None, corrections))
+    torch.testing.assert_close(found, expected)
+    assert (found > 0).sum() == 200 * 5
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("glm4_moe_groups"), tmp_path_factory.mktemp("glm"))
+
+
 @needs_compiler
-def test_the_compiled_step_breaks_ties_as_torch_does(mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mixture", "glm"])
+def test_the_compiled_step_breaks_ties_as_torch_does(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    mixture = request.getfixturevalue(kind)
     tensors = load_file(mixture / "model.safetensors")
-    routers = {name: tensors[name] for name in tensors if name.endswith("mlp.gate.weight")}
+    routers = {name: tensors[name] for name in tensors if ".mlp.gate." in name}
+    assert len(routers) == {"mixture": 3, "glm": 2}[kind]
     for router in routers.values():
         router.zero_()  # the logits of all experts are equal, whatever sums are rounded to
     path = edited(mixture, tmp_path / "ties", tensors | routers)
     torch.testing.assert_close(logits_of(path, native=True), logits_of(path), atol=1e-4, rtol=0)
+
+
+def test_corrections_are_not_rounded_to_the_type_of_the_model(glm: Path) -> None:
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    stored = load_file(glm / "model.safetensors")[name]
+    model: Any = harness(glm, dtype=torch.bfloat16).model
+    assert torch.equal(model.layers[2].experts.corrections, stored)
+    assert not torch.equal(stored.bfloat16().float(), stored)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, r"of n_group \(3\) groups of n_routed_experts \(20\), topk_group \(2\)"),
+        ({"n_group": 20}, "and each as many as the others and 2 or more"),
+        ({"topk_group": 1}, r"must have num_experts_per_tok \(5\) experts"),
+        ({"scoring_func": "softmax"}, "'scoring_func' must be 'sigmoid', not 'softmax'"),
+        ({"topk_method": "greedy"}, "'topk_method' must be noaux_tc, not 'greedy'"),
+        ({"n_routed_experts": 0}, "'n_routed_experts' must be a positive integer"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "must be dense or sparse for 3 layers"),
+        ({"routed_scaling_factor": 0}, "'routed_scaling_factor' must be a positive number"),
+    ],
+)
+def test_wrong_settings_of_groups_are_refused_by_name(
+    glm: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((glm / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_layers_have_experts_as_config_json_says(glm: Path, tmp_path: Path) -> None:
+    config = json.loads((glm / "config.json").read_text())
+    for changes, expected in (
+        ({}, [False, False, True]),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, [True, False, True]),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, [True, False, True]),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        layers = ModelConfig.from_dir(tmp_path).layers
+        assert [layer.experts is not None for layer in layers] == expected
 
 
 def reached(path: Path, num_tokens: int) -> int:
@@ -396,6 +516,53 @@ GPT_OSS_20B = {
     "tie_word_embeddings": False,
     "vocab_size": 201088,
 }
+
+
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": False,
+    "vocab_size": 151552,
+}
+
+
+def test_the_published_glm_has_the_size_that_transformers_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM_4_5_AIR))
+    config = ModelConfig.from_dir(tmp_path)
+    with torch.device("meta"):
+        theirs: Any = transformers.Glm4MoeForCausalLM(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
+    size = sum(tensor.numel() for tensor in theirs.state_dict().values())
+    assert config.num_parameters == size > 106e9
+    # 12 billion compute a token.
+    assert config.num_token_weights / 1e9 == pytest.approx(12.2, abs=0.2)
 
 
 def test_the_published_gpt_oss_has_its_size_and_its_windows(tmp_path: Path) -> None:

@@ -246,7 +246,10 @@ def test_the_only_rank_has_the_model_as_it_is(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(
     "family",
-    ["llama_biases", "phi4", "olmo2", "gemma4_moe", "qwen3_5_moe", "gpt_oss", "youtu_direct"],
+    [
+        *("llama_biases", "phi4", "olmo2", "gemma4_moe", "qwen3_5_moe", "gpt_oss", "glm4_moe"),
+        "youtu_direct",
+    ],
 )
 def test_the_parts_of_a_rank_have_the_shapes_that_their_tensors_are_cut_to(
     family: str, num_ranks: int, tmp_path: Path

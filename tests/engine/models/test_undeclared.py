@@ -104,6 +104,22 @@ def test_what_changes_no_answer_is_named_in_the_log(
     assert repr(name) in caplog.text
 
 
+def test_a_layer_after_the_others_has_no_effect_if_it_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSeek's and GLM's, which have all tensors of a layer, and some more."""
+    path = save(make_model("glm4_moe"), tmp_path)
+    own = {"model.layers.3.mlp.gate.weight": torch.zeros(6, 64)}
+    add_tensors(path, lambda tensors: tensors.update(own))
+    with pytest.raises(InvalidModel, match="whose num_hidden_layers is 3"):
+        check(path)
+    both = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    add_tensors(path, lambda tensors: tensors.update(both))
+    with caplog.at_level("INFO"):
+        check(path)
+    assert "2 tensors have no effect: layers that draft" in caplog.text
+
+
 def test_an_output_layer_that_is_tied_has_no_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kernels.activation import add_gated, silu_mul
+from penstock.engine.kernels.linear import MAX_ROWS
 from penstock.engine.kernels.norm import add_rms_norm, rms_norm
 from penstock.engine.models.errors import UnsupportedWeightFormat
 from penstock.engine.models.layers.fused_linear import fused_linear, product
@@ -31,16 +32,31 @@ class FusedExperts:
         if layer.config.shared_size:
             self._shared_gate_up = fused_linear(layer.shared_gate_up)
             self._shared_down = fused_linear(layer.shared_down)
-            self._shared_gate = plain(layer.shared_gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns its output for x, (T, hidden_size), on this rank."""
-        out = self._mixed(x, product(self._router, x))
-        if self._layer.config.shared_size:
+        layer = self._layer
+        out = self._mixed(x, self._logits(x))
+        if layer.config.shared_size:
             both = product(self._shared_gate_up, x)
             active = x.new_empty(len(x), both.shape[1] // 2)
             silu_mul(both, active)
-            add_gated(x, self._shared_gate.weight, product(self._shared_down, active), out)
+            shared = product(self._shared_down, active)
+            if layer.config.has_shared_gate:
+                add_gated(x, plain(layer.shared_gate).weight, shared, out)
+            else:
+                out += shared
+        return out
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of the router: (T, num_experts). Where weights are sigmoids in float32, as corrections
+        tell apart what is less than a rounding of x's type."""
+        if not self._layer.config.has_sigmoids:
+            return product(self._router, x)
+        if len(x) > MAX_ROWS:
+            return x.float() @ plain(self._layer.router).weight.float().t()
+        out = torch.empty(len(x), self._router.out_features, device=x.device)
+        self._router.few(x, out)
         return out
 
     def with_mlp(self, states: Tensor, given: Tensor) -> Tensor:
@@ -60,9 +76,8 @@ class FusedExperts:
 
     def _mixed(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `ExpertsLayer.mixed`."""
-        experts, factors = self._layer.config, self._layer.factors
-        each, is_normed = experts.num_per_token, experts.is_normed
-        routes = route(logits, each, is_normed=is_normed, factors=factors)
+        layer, experts = self._layer, self._layer.config
+        routes = route(logits, experts, layer.factors, layer.corrections)
         if len(x) == 1:
             tiles = self._single._replace(experts=routes.experts[0])
         else:

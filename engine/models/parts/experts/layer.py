@@ -4,13 +4,14 @@ The weights of all experts of a layer are stacked, so that they are read, quanti
 any other layer. Source: Shazeer et al. 2017 (arXiv:1701.06538); the routing is Qwen3-MoE's.
 """
 
+import math
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from penstock.engine.models.layers.linear import Linear, StoredLinear
-from penstock.engine.models.parts.experts.config import Experts
+from penstock.engine.models.parts.experts.config import LEAST_SUM, Experts
 from penstock.engine.models.parts.mlp.layer import gated
 from penstock.engine.models.parts.norm.layer import rms_norm
 from penstock.engine.models.parts.reader import PartLayer, PartReader, summed
@@ -19,8 +20,8 @@ from penstock.engine.models.parts.reader import PartLayer, PartReader, summed
 class ExpertsLayer(PartLayer[Experts]):
     """gate_up, down: of all experts, one after the other, (experts * 2 * size, hidden_size) and
     (experts * hidden_size, size). shared_gate: of the shared expert, (hidden_size,) to (1,), whose
-    sigmoid is its weight. The norms are those of experts beside an MLP, which have `factors` too:
-    see `Experts.vectors`. group: of ranks that have another part of each expert."""
+    sigmoid is its weight. corrections, and the norms and factors of experts beside an MLP: see
+    `Experts.vectors`. group: of ranks that have another part of each expert."""
 
     router: Linear
     gate_up: Linear
@@ -33,6 +34,7 @@ class ExpertsLayer(PartLayer[Experts]):
     mlp_norm: Tensor
     output_norm: Tensor
     factors: Tensor | None = None
+    corrections: Tensor | None = None
 
     def __init__(self, config: Experts, reader: PartReader) -> None:
         super().__init__(config, reader)
@@ -45,7 +47,10 @@ class ExpertsLayer(PartLayer[Experts]):
         if not self.config.shared_size:
             return y
         active = gated(self.config.activation, *self.shared_gate_up(x).chunk(2, dim=-1))
-        return y + torch.sigmoid(self.shared_gate(x)) * self.shared_down(active)
+        shared = self.shared_down(active)
+        if self.config.has_shared_gate:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
 
     def with_mlp(self, states: Tensor, given: Tensor) -> Tensor:
         """Adds up their output and the MLP's beside them, on all ranks. states: before the MLP and
@@ -61,7 +66,7 @@ class ExpertsLayer(PartLayer[Experts]):
         """Adds up the outputs of each token's experts by weight: (T, hidden_size), as x. logits: of
         the router, (T, num_experts)."""
         config = self.config
-        chosen, weights = routes(config, logits, self.factors)
+        chosen, weights = routes(config, logits, self.factors, self.corrections)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         size, hidden = 2 * config.size, x.shape[1]
         for expert in sorted({*chosen.flatten().tolist()}):
@@ -73,18 +78,47 @@ class ExpertsLayer(PartLayer[Experts]):
 
 
 def routes(
-    experts: Experts, logits: Tensor, factors: Tensor | None = None
+    experts: Experts,
+    logits: Tensor,
+    factors: Tensor | None = None,
+    corrections: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, (T, num_per_token) int64, the likeliest first, and their weights
-    in float32. logits: (T, num_experts). factors: of each expert's weight, (num_experts,) float32.
-    Of equal logits the first expert's counts as higher."""
+    """The experts of each token, (T, num_per_token) int64, those chosen first before others, and
+    their weights in float32. logits: (T, num_experts). factors, corrections: see `Experts.vectors`,
+    (num_experts,) float32. Of what is equal the first expert's, or group's, counts as higher."""
     logits = logits.float()
-    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : experts.num_per_token]
-    if experts.is_normed:
+    choices = torch.sigmoid(logits) if experts.has_sigmoids else logits
+    if corrections is not None:
+        choices = choices + corrections
+    if experts.num_groups > 1:
+        if not experts.has_sigmoids:
+            choices = (logits - logits.amax(-1, keepdim=True)).exp()
+        choices = _in_best_groups(experts, choices)
+    chosen = _best(choices, experts.num_per_token)
+    if experts.has_sigmoids:
+        weights = torch.sigmoid(logits.gather(1, chosen))
+        if experts.is_normed:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    elif experts.is_normed:
         weights = logits.gather(1, chosen).softmax(-1)
     else:
         weights = logits.softmax(-1).gather(1, chosen)
+    weights = weights * experts.weight_factor
     return chosen, weights if factors is None else weights * factors[chosen]
+
+
+def _in_best_groups(experts: Experts, choices: Tensor) -> Tensor:
+    """choices: (T, num_experts), for experts of other groups less than any."""
+    groups = choices.view(len(choices), experts.num_groups, -1)
+    totals = groups.topk(experts.num_best, dim=-1).values.sum(-1)
+    best = _best(totals, experts.num_groups_used)
+    is_other = torch.ones_like(totals, dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_other.unsqueeze(-1), -math.inf).flatten(1)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """The columns of the highest of each row, in their order."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _rows(stacked: Linear, expert: int, size: int) -> Linear:

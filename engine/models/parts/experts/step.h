@@ -9,7 +9,7 @@ class ExpertsPhases : PartPhases {
   public:
     explicit ExpertsPhases(StepContext &context) : PartPhases(context), routing_(state_.workspace.routing) {
         if (!m_.experts.num_experts) return;
-        routing_.reserve(s_.tokens, m_.experts.num_experts, m_.experts.num_per_token, kChunk);
+        routing_.reserve(s_.tokens, m_.experts, kChunk);
         shared_.resize(s_.tokens);
         if (state_.change) beside_ = state_.change + s_.tokens * m_.hidden;
     }
@@ -25,11 +25,9 @@ class ExpertsPhases : PartPhases {
                                       if (n < m_.experts.num_experts)
                                           std::copy_n(y, count, routing_.logits(t) + n);
                                       else
-                                          shared_[t] = 1.0f / (1.0f + std::exp(-*y));
+                                          shared_[t] = Routing::sigmoid(*y);
                                   });
-            thread.run(s_.tokens, [&](int64_t t) {
-                routing_.choose(t, m_.experts.is_normed, layer.factors);
-            });
+            thread.run(s_.tokens, [&](int64_t t) { routing_.choose(t, layer.factors, layer.corrections); });
             if (!is_apart) gate(thread, layer, source);
         });
         if (is_apart)
@@ -95,7 +93,8 @@ class ExpertsPhases : PartPhases {
     // Adds what the shared expert gives, before that of the others. They have read the residual stream by now.
     void add_shared(StepThread &thread, const ExpertsLayer &layer) {
         linears_.with_normalised(thread, layer.input_norm, layer.shared.gate, [&](Source source) {
-            linears_.gate(thread, layer.shared, source, {0, kNoStack}, shared_.data());
+            linears_.gate(thread, layer.shared, source, {0, kNoStack},
+                          layer.router[1].rows ? shared_.data() : nullptr);
         });
         linears_.multiply_active(thread, layer.shared.down, {0, kNoStack});
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.kernels.launch import overlapped, wait_for_kernels_before
 from penstock.engine.kernels.sizes import max_shared_bytes, next_power_of_2
+from penstock.engine.models.parts.experts.config import LEAST_SUM, Experts
 
 # The left operand of a product has so many rows at least. With more, a weight is read less often
 # from the cache, and rows that a tile lacks cost more.
@@ -44,18 +45,23 @@ class Tiles(NamedTuple):
 
 
 def route(
-    logits: Tensor, num_per_token: int, *, is_normed: bool, factors: Tensor | None = None
+    logits: Tensor,
+    experts: Experts,
+    factors: Tensor | None = None,
+    corrections: Tensor | None = None,
 ) -> Routes:
-    """As `penstock.engine.models.layers.experts.routes`. logits: (T, num_experts)."""
-    num_tokens, num_experts = logits.shape
-    experts = torch.empty(num_tokens, num_per_token, dtype=torch.int32, device=logits.device)
-    weights = torch.empty_like(experts, dtype=torch.float32)
+    """As `penstock.engine.models.parts.experts.layer.routes`. logits: (T, num_experts)."""
+    (num_tokens, num_experts), each = logits.shape, experts.num_per_token
+    chosen = torch.empty(num_tokens, each, dtype=torch.int32, device=logits.device)
+    weights = torch.empty_like(chosen, dtype=torch.float32)
     _route[(num_tokens,)](
-        logits, factors, experts, weights, num_experts,
-        EACH=num_per_token, IS_NORMED=is_normed, SIZE=next_power_of_2(num_experts),
-        SLOTS=next_power_of_2(num_per_token), num_warps=1, **overlapped(),
+        logits, factors, corrections, chosen, weights, num_experts, experts.weight_factor,
+        EACH=each, IS_NORMED=experts.is_normed, HAS_SIGMOIDS=experts.has_sigmoids,
+        GROUPS=experts.num_groups, USED=experts.num_groups_used, BEST=experts.num_best,
+        LEAST_SUM=LEAST_SUM, SIZE=next_power_of_2(num_experts), SLOTS=next_power_of_2(each),
+        num_warps=1, **overlapped(),
     )  # fmt: skip
-    return Routes(experts, weights)
+    return Routes(chosen, weights)
 
 
 def tiles_of(experts: Tensor, num_experts: int) -> Tiles:
@@ -115,35 +121,73 @@ def _sort(
 
 
 @triton.jit
+def _weight(logit, peak, HAS_SIGMOIDS: tl.constexpr):
+    """Of a softmax before it is divided by the sum."""
+    return 1.0 / (1.0 + tl.exp(-logit)) if HAS_SIGMOIDS else tl.exp(logit - peak)
+
+
+@triton.jit
+def _in_best_groups(
+    choice, expert, size, GROUPS: tl.constexpr, USED: tl.constexpr, BEST: tl.constexpr
+):
+    """Each expert's choice, for those of other groups less than any. size: of a group."""
+    group = expert // size
+    total = tl.full(choice.shape, -float("inf"), tl.float32)
+    for index in range(GROUPS):
+        own = tl.where(group == index, choice, -float("inf"))
+        best = tl.max(own, 0)
+        if BEST == 2:
+            first = tl.min(tl.where(own == best, expert, 2**30), 0)
+            best += tl.max(tl.where(expert == first, -float("inf"), own), 0)
+        total = tl.where(group == index, best, total)
+    found = tl.full(choice.shape, -float("inf"), tl.float32)
+    for _ in range(USED):
+        first = tl.min(tl.where(total == tl.max(total, 0), group, 2**30), 0)
+        found = tl.where(group == first, choice, found)
+        total = tl.where(group == first, -float("inf"), total)
+    return found
+
+
+@triton.jit
 def _route(
-    logits, factors, experts, weights, num_experts,
-    EACH: tl.constexpr, IS_NORMED: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, factors, corrections, experts, weights, num_experts, weight_factor,
+    EACH: tl.constexpr, IS_NORMED: tl.constexpr, HAS_SIGMOIDS: tl.constexpr, GROUPS: tl.constexpr,
+    USED: tl.constexpr, BEST: tl.constexpr, LEAST_SUM: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token. Of equal logits that of the first expert counts as higher."""
+    """One token. Of equal choices that of the first expert counts as higher."""
     wait_for_kernels_before(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SIZE)
     slot = tl.arange(0, SLOTS)
     is_expert = expert < num_experts
-    logit = tl.load(logits + token * num_experts + expert, mask=is_expert, other=-float("inf"))
-    logit = logit.to(tl.float32)
+    own = logits + token * num_experts
+    logit = tl.load(own + expert, mask=is_expert, other=-float("inf")).to(tl.float32)
     peak = tl.max(logit, 0)
-    total = tl.sum(tl.exp(logit - peak), 0)
+    choice = logit
+    if HAS_SIGMOIDS or GROUPS > 1:
+        choice = _weight(logit, peak, HAS_SIGMOIDS)
+        if corrections is not None:
+            choice += tl.load(corrections + expert, mask=is_expert, other=0.0)
+        choice = tl.where(is_expert, choice, -float("inf"))
+    if GROUPS > 1:
+        choice = _in_best_groups(choice, expert, num_experts // GROUPS, GROUPS, USED, BEST)
     chosen = tl.zeros((SLOTS,), tl.int32)
-    weight = tl.zeros((SLOTS,), tl.float32)
     for index in range(EACH):
-        best = tl.max(logit, 0)
+        best = tl.max(choice, 0)
         # Where all are NaN none is the highest.
-        first = tl.minimum(tl.min(tl.where(logit == best, expert, SIZE), 0), num_experts - 1)
+        first = tl.minimum(tl.min(tl.where(choice == best, expert, SIZE), 0), num_experts - 1)
         chosen = tl.where(slot == index, first, chosen)
-        weight = tl.where(slot == index, tl.exp(best - peak), weight)
-        logit = tl.where(expert == first, -float("inf"), logit)
-    if IS_NORMED:
-        total = tl.sum(weight, 0)
+        choice = tl.where(expert == first, -float("inf"), choice)
     mask = slot < EACH
-    tl.store(experts + token * EACH + slot, chosen, mask=mask)
-    weight = weight / total
+    logit_of_chosen = tl.load(own + chosen, mask=mask, other=-float("inf")).to(tl.float32)
+    weight = _weight(logit_of_chosen, peak, HAS_SIGMOIDS)
+    if IS_NORMED:
+        weight /= tl.sum(weight, 0) + LEAST_SUM
+    elif not HAS_SIGMOIDS:
+        weight /= tl.sum(_weight(logit, peak, HAS_SIGMOIDS), 0)
+    weight *= weight_factor
     if factors is not None:
         weight *= tl.load(factors + chosen, mask=mask, other=0.0)
+    tl.store(experts + token * EACH + slot, chosen, mask=mask)
     tl.store(weights + token * EACH + slot, weight, mask=mask)
