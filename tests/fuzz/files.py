@@ -14,6 +14,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from penstock.scheduler.errors import PenstockError
 from penstock.server.prompt.tokenizer import PromptEncoder
 from tests.support.gguf_files import load_transformers, write_gguf
 from tests.support.paths import DEMO_MODEL
+from tests.support.tiny_models import make_model
 
 # Above what the process maps before the first file.
 MAX_BYTES = 1 << 30
@@ -102,9 +104,10 @@ def _read_all(kind: str, numbers: list[int], results: Connection) -> None:
                 results.send((f"{type(error).__name__}: {str(error)[:300]}", False))
 
 
-def _gguf() -> "Kind":
+def _gguf(family: str | None = None) -> "Kind":
+    """family: of a tiny model; the demo model by default."""
     with tempfile.TemporaryDirectory() as scratch:
-        model = load_transformers(DEMO_MODEL)
+        model = make_model(family, vocab_size=2048) if family else load_transformers(DEMO_MODEL)
         whole = write_gguf(Path(scratch, "m.gguf"), model, tokenizer=DEMO_MODEL).read_bytes()
     counter = iter(range(10**9))
 
@@ -131,7 +134,11 @@ def _tokenizer() -> "Kind":
 
 
 Kind = tuple[bytes, Callable[[bytes, random.Random], bytes], Callable[[bytes, Path], None]]
-KINDS: dict[str, Callable[[], Kind]] = {"gguf": _gguf, "tokenizer.json": _tokenizer}
+KINDS: dict[str, Callable[[], Kind]] = {
+    "gguf": _gguf,
+    "gguf-gemma4": partial(_gguf, "gemma4_moe"),  # which has settings by layer
+    "tokenizer.json": _tokenizer,
+}
 
 
 def _use(encoder: PromptEncoder) -> None:

@@ -207,13 +207,14 @@ class Outline:
         )
 
     def _plain_layer(self, attention: Attention) -> Layer:
-        """A layer without experts. It has no MLP where none has one, and config.json gives no size
-        of it."""
+        """A layer without experts. It has no MLP where all have these alone, and config.json gives
+        no size of it."""
         own, mlp, fields, design = None, None, self.fields, self.design
         if (inputs := design.per_layer_inputs) is not None:
             own = PerLayerInput(hidden_size=self._hidden_size, size=inputs.size)
         flags = self._flags(design.mlp_flags)
-        have_all = all(map(design.has_experts, range(self._num_layers)))
+        are_alone = design.experts is not None and not design.experts.is_beside_mlp
+        have_all = are_alone and all(map(design.has_experts, range(self._num_layers)))
         if not have_all or fields.get("intermediate_size") is not None:
             mlp = MLP(
                 hidden_size=self._hidden_size,

@@ -102,6 +102,7 @@ def test_what_is_not_supported_is_named(
         ("olmo3", {"attention__sliding_window_pattern": [True] * 3}, "for 3 layers, and 2 layers"),
         ("gemma4", {"attention__head_count_kv": [1, 2]}, "head_count_kv for 2 layers, and 3"),
         ("gemma4", {"attention__key_length": 16}, "of 16 and values of 32"),
+        ("gemma4_moe", {"feed_forward_length": None}, "lacks the field 'intermediate_size'"),
         ("granite", {"rope__scaling__finetuned": False}, "layers without rotary positions"),
         ("qwen3", {"rope__dimension_count": 8}, "only models of qwen3 that rotate all of them"),
         ("phi4_mini", {"rope__dimension_count": 5}, "partial_rotary_factor rotates 5"),

@@ -24,6 +24,7 @@ from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes, weigh
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear, StackedLinear
 from penstock.engine.native.packing import FORMATS
+from tests.support.compiler import needs_compiler
 from tests.support.gguf_blocks import quantized_blocks
 from tests.support.gguf_files import (
     WRITTEN,
@@ -128,12 +129,16 @@ def one_stage(path: Path) -> Stage:
     return Stage(ModelConfig.from_dir(path), 0, 1)
 
 
+@pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=(needs_compiler, pytest.mark.slow))]
+)
 @pytest.mark.parametrize("family", ["phi4", "granite", "olmo2", "gemma3", "gemma4_moe"])
-def test_codes_have_the_logits_of_their_numbers(tmp_path: Path, family: str) -> None:
+def test_codes_have_the_logits_of_their_numbers(tmp_path: Path, family: str, native: bool) -> None:
     model = make_model(family, **WRITTEN[family])
     path = write_gguf(tmp_path / "model.gguf", model, quantized(Type.Q8_0))
     plainly = logits(path, kept=kept_formats(False))
-    torch.testing.assert_close(logits(path, kept=kept_formats(True)), plainly, atol=1e-4, rtol=0)
+    found = logits(path, kept=kept_formats(True), native=native, has_codes=native)
+    torch.testing.assert_close(found, plainly, atol=1e-4, rtol=0)
 
 
 def test_a_model_in_several_files_is_read_as_one(tmp_path: Path) -> None:
