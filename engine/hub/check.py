@@ -51,6 +51,8 @@ def check_directory(
     for name in names:
         if any(fnmatchcase(name, pattern) for pattern in _READ):
             check_regular(directory / name)
+    for template in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        check_regular(template)
     config = check_model(str(directory), directory, names, needs_weights=needs_weights, impl=impl)
     if needs_weights:
         for name in weight_files(str(directory), directory, names):

@@ -58,6 +58,7 @@ _SETTINGS = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "modules.json",
     "*_Pooling/config.json",
 )

@@ -160,6 +160,7 @@ async def load_model(
             files.encoder.template_source,
             config.server.tool_call_parser,
             config.server.reasoning_parser,
+            tool_template=files.encoder.tool_template_source,
             trusts_templates=config.server.trust_request_chat_template,
         ),
     )
@@ -172,7 +173,7 @@ def _is_here(model: str) -> bool:
 
 def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:
     encoder = PromptEncoder.load(directory, config.server.chat_template, config.engine.load_format)
-    encoder.try_out_template()
+    encoder.try_out_templates()
     return PromptFiles(
         defaults=GenerationDefaults.load(directory),
         # The engine knows the size, later.

@@ -76,7 +76,7 @@ async def chat_prompt(
 
 
 async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
-    template = encoder.chat_template(fields.chat_template)
+    template = encoder.chat_template(fields.chat_template, has_tools=bool(fields.usable_tools))
     if isinstance(template, ChatTemplate):
         max_s = _MAX_S_ON_LOOP if fields.num_bytes <= INLINE_CHARS else _MAX_S_IN_THREAD
         try:

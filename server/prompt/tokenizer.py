@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta
+from jinja2 import Template, meta
 from tokenizers import Encoding, Tokenizer
 
 from penstock.engine.client import (
@@ -32,6 +32,7 @@ from penstock.server.prompt.sandboxed_template import (
     TemplateTooCostly,
     render,
 )
+from penstock.server.prompt.template_files import DEFAULT, WITH_TOOLS, template_sources
 from penstock.server.prompt.timed_template import RENDER_ERRORS, environment, timed
 from penstock.server.tools.prompting import Message
 
@@ -92,15 +93,15 @@ class PromptEncoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: "ChatTemplate | None",
+        templates: "Mapping[str, ChatTemplate] | None",
         special_tokens: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """settings: of tokenizer_config.json."""
+        """templates: by name. settings: of tokenizer_config.json."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
+        self._templates = dict(templates or {})
         self._special_tokens = dict(special_tokens or {})
         self.settings = dict(settings or {})
         self.vocabulary = Vocabulary(tokenizer)
@@ -116,11 +117,14 @@ class PromptEncoder:
     ) -> "PromptEncoder":
         """chat_template: a file to use in place of the model's own. Raises PenstockError."""
         settings = read_model_object(directory / "tokenizer_config.json")
-        source = _template_source(directory, settings, chat_template)
+        sources = template_sources(directory, settings, chat_template)
         tokenizer, special_tokens = _load_tokenizer(directory, load_format)
         special_tokens |= _special_tokens(directory, settings)
-        template = ChatTemplate(source, special_tokens) if source is not None else None
-        return cls(tokenizer, template, special_tokens, settings)
+        templates = {
+            name: ChatTemplate(source.text, special_tokens, f"the chat template in {source.where}")
+            for name, source in sources.items()
+        }
+        return cls(tokenizer, templates, special_tokens, settings)
 
     def check_alike(self, draft_model: Path, load_format: LoadFormat) -> None:
         """Raises InvalidConfig where that model's ids are of other tokens."""
@@ -184,38 +188,63 @@ class PromptEncoder:
 
     @property
     def template_source(self) -> str | None:
-        return self._template.source if self._template else None
+        """Of conversations without tools."""
+        template = self._template(has_tools=False)
+        return template.source if template else None
 
-    def try_out_template(self) -> None:
+    @property
+    def tool_template_source(self) -> str | None:
+        """Of those with tools: mostly the same."""
+        template = self._template(has_tools=True)
+        return template.source if template else None
+
+    def try_out_templates(self) -> None:
         """See `ChatTemplate.try_out`."""
-        if self._template:
-            self._template.try_out()
+        for template in self._templates.values():
+            template.try_out()
 
-    def chat_template(self, source: str | None = None) -> "ChatTemplate | IsolatedTemplate":
-        """The model's own, or the one that a client has sent. Raises InvalidRequest."""
-        if source is not None:
+    def chat_template(
+        self, source: str | None = None, *, has_tools: bool = False
+    ) -> "ChatTemplate | IsolatedTemplate":
+        """The model's own, or what a client has sent: one, or the name of one of the model's.
+        Raises InvalidRequest.
+
+        has_tools: whether the conversation has any.
+        """
+        if source is not None and source not in self._templates:
             return IsolatedTemplate(source, self._special_tokens)
-        if self._template is None:
+        template = self._templates[source] if source else self._template(has_tools=has_tools)
+        if template is None:
+            others = f" but those named {', '.join(self._templates)}" if self._templates else ""
             raise InvalidRequest(
-                "this model has no chat template, so it cannot serve chats; use "
+                f"this model has no chat template{others}, so it cannot serve chats; use "
                 "/v1/completions, or start the server with --chat-template FILE",
                 code="no_chat_template",
             )
-        return self._template.isolated if self._template.is_runaway else self._template
+        return template.isolated if template.is_runaway else template
+
+    def _template(self, *, has_tools: bool) -> "ChatTemplate | None":
+        default = self._templates.get(DEFAULT)
+        return self._templates.get(WITH_TOOLS, default) if has_tools else default
 
 
 class ChatTemplate:
     """A Jinja template under the rules of `transformers.apply_chat_template`."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises InvalidConfig where the template is not valid Jinja."""
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], name: str = "the chat template"
+    ) -> None:
+        """name: for error messages. Raises InvalidConfig where it is not valid Jinja."""
         self.source = source
         rules = environment()
         try:
             self._template: Template = timed(rules, source)
             known = meta.find_undeclared_variables(rules.parse(source))
-        except TemplateError as error:
-            raise InvalidConfig(f"the chat template is not valid: {error}") from error
+        # Python compiles what Jinja makes of it, and has limits of its own: of how deep blocks and
+        # brackets are nested, and of an integer's digits.
+        except (*RENDER_ERRORS, SyntaxError, MemoryError) as error:
+            reason = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+            raise InvalidConfig(f"{name} is not valid: {reason}") from error
         self._known = known
         self._special_tokens = special_tokens
         self.isolated = IsolatedTemplate(source, special_tokens, known)
@@ -344,7 +373,8 @@ def _load_tokenizer(directory: Path, load_format: LoadFormat) -> tuple[Tokenizer
         if not (is_panic or isinstance(error, Exception)):
             raise
         reason = str(error)[:_MAX_REASON]  # which quotes tokens of the file, of any length
-        raise InvalidConfig(f"{directory} has no tokenizer that can be read: {reason}") from error
+        source = path if path.is_file() else directory
+        raise InvalidConfig(f"{source} has no tokenizer that can be read: {reason}") from error
 
 
 def _convert_tokenizer(directory: Path) -> Tokenizer:
@@ -354,30 +384,6 @@ def _convert_tokenizer(directory: Path) -> Tokenizer:
     if not tokenizer.encode("a").ids:  # transformers makes an empty one if there is none
         raise ValueError("there is no tokenizer.json, and nothing that it could be made from")
     return tokenizer
-
-
-def _template_source(
-    directory: Path, settings: dict[str, Any], override: Path | None
-) -> str | None:
-    beside = directory / "chat_template.jinja"
-    if override or beside.is_file():
-        file = override or beside
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"the chat template {file} cannot be read: {error}") from error
-    template = settings.get("chat_template")
-    if template is None:  # older models of text and images have it beside their other settings
-        template = read_model_object(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list) and all(isinstance(each, dict) for each in template):
-        # Several, by name.
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-    if not (template is None or isinstance(template, str)):
-        raise InvalidConfig(
-            f"{directory / 'tokenizer_config.json'}: 'chat_template' must be a string, or a list "
-            f"of objects with a 'name' and a 'template', not {template!r:.80}"
-        )
-    return template
 
 
 def _special_tokens(directory: Path, settings: dict[str, Any]) -> dict[str, str]:

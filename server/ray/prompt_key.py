@@ -38,10 +38,10 @@ def body_digests(body: bytes, encoder: PromptEncoder) -> list[bytes]:
 def _token_ids(fields: dict[str, Any], encoder: PromptEncoder) -> Sequence[int]:
     """Raises what a malformed body raises."""
     if "messages" in fields:
-        template = encoder.chat_template()
+        chat = ChatCompletionRequest.model_validate(fields)
+        template = encoder.chat_template(has_tools=bool(chat.usable_tools))
         if not isinstance(template, ChatTemplate):
             return ()
-        chat = ChatCompletionRequest.model_validate(fields)
         text, _ = render_chat(chat, template, _MAX_TEMPLATE_S)
         return encoder.encode(text[:_MAX_CHARS], add_special_tokens=False)
     prompt = fields.get("prompt") or ()

@@ -67,11 +67,13 @@ class ChatFormat:
         tool_parser: str | None,
         reasoning_parser: str | None,
         *,
+        tool_template: str | None = None,
         trusts_templates: bool = False,
     ) -> "ChatFormat":
-        """tool_parser, reasoning_parser: values of the flags; None detects from the template."""
+        """tool_parser, reasoning_parser: values of the flags; None detects from the template.
+        tool_template: of conversations with tools, where that is another."""
         return cls(
-            tools=_tool_format(template or "", tool_parser),
+            tools=_tool_format(tool_template or template or "", tool_parser),
             reasoning=_reasoning_format(template or "", reasoning_parser),
             trusts_templates=trusts_templates,
         )
