@@ -17,6 +17,7 @@ from penstock.engine.client import (
     LogFormat,
     StepReport,
     is_gguf,
+    printable,
     say,
 )
 from penstock.scheduler.errors import PenstockError
@@ -418,4 +419,5 @@ def _announce_failure(server: ServerConfig, message: str) -> None:
     if server.log_format is LogFormat.JSON:
         logger.error("%s", message)
     else:
-        say(f"penstock: error: {message}", sys.stderr)
+        # One line, whatever a file's name or a library's error has in it.
+        say(f"penstock: error: {printable(message)}", sys.stderr)

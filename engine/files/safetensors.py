@@ -12,6 +12,8 @@ from penstock.engine.files.json_file import Fields, check_regular, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# The characters of the library's error that are told: it quotes the file.
+_MAX_REASON = 300
 
 
 def open_safetensors(path: Path, *, framework: str) -> Any:
@@ -20,8 +22,9 @@ def open_safetensors(path: Path, *, framework: str) -> Any:
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
+        reason = str(error)[:_MAX_REASON]
         raise InvalidModel(
-            f"{path} is not a readable safetensors file: {error}; delete it, and copy or download "
+            f"{path} is not a readable safetensors file: {reason}; delete it, and copy or download "
             "it again",
             brief=f"{path.name} is damaged",
         ) from None

@@ -95,14 +95,15 @@ def _read_tekken(path: Path) -> tuple[Tokens, Words]:
         raise config.wrong("pattern", "a regular expression", pattern)
     try:
         listed = fields.get("special_tokens")
-        special = (
-            list(_TEKKEN_SPECIAL)
-            if listed is None
-            else [each["token_str"] for each in sorted(listed, key=lambda each: each["rank"])]
-        )
+        special = list(_TEKKEN_SPECIAL)
+        if listed is not None:
+            by_rank = {each["rank"]: each["token_str"] for each in listed}
+            special = [by_rank[rank] for rank in range(len(listed))]
         num_special = config.count("default_num_special_tokens", len(special))
         special += [f"<SPECIAL_{i}>" for i in range(len(special), num_special)]
-        size = config.count("default_vocab_size", len(fields.get("vocab")) + num_special)
+        size = config.count(
+            "default_vocab_size", len(fields.get("vocab")) + num_special, least=num_special
+        )
         words = [
             base64.b64decode(each["token_bytes"], validate=True)
             for each in fields.get("vocab")[: size - num_special]
@@ -159,6 +160,11 @@ def _read_sentence_piece(path: Path, settings: dict[str, Any]) -> Tokens | None:
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
         return None
     texts = [each.piece for each in model.pieces]
+    if not all(isinstance(text, str) for text in texts):  # of other bytes than UTF-8's
+        raise InvalidModel(
+            f"{path} has tokens that are not UTF-8; download it again",
+            brief=f"{SENTENCE_PIECE} is damaged",
+        )
     kinds = [each.type for each in model.pieces]
     _add_tokens(texts, kinds, settings)
     scores = [each.score for each in model.pieces]

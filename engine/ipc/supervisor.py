@@ -322,6 +322,11 @@ class EngineProcess:
                 "; unless somebody killed it, the kernel did because memory ran out, which dmesg "
                 "shows: lower --kv-cache-memory-bytes"
             )
+        elif code == -signal.SIGBUS:
+            why += (
+                "; a file that it reads as memory became shorter or cannot be read, such as one of "
+                "the model that is still copied, or the memory for it ran out, as in /dev/shm"
+            )
         return End(cause, why)
 
     def _cause_of(self, number: int) -> EndCause:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _STD = 0.02
 # The tensors of which any shows that a layer is in the checkpoint.
 _WEIGHTS = ("weight", "weight_packed", "qweight", "blocks")
+# In a message: a layer has as many as its experts, and more.
+_SHOWN_NAMES = 4
 # Ends of the names of what scales a quantized KV cache.
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
@@ -60,14 +62,10 @@ class Checkpoint:
 
     def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         parts = [self._tensor(name) for name in names]  # mapped; `copy_` is what reads them
-        num_rows = 0
-        for name, part in zip(names, parts, strict=True):
-            num_rows += part.shape[0] if part.dim() else 0
-            # Before memory is allocated: config.json may imply any amount of it.
-            if part.shape[1:] != shape[1:] or num_rows > shape[0]:
-                raise self._files.wrong_shape(name, part, shape)
-        if num_rows != shape[0]:
-            raise self._files.wrong_shape(names[-1], parts[-1], shape)
+        num_rows = sum(part.shape[0] if part.dim() else 0 for part in parts)
+        # Before memory is allocated: config.json may imply any amount of it.
+        if num_rows != shape[0] or any(part.shape[1:] != shape[1:] for part in parts):
+            raise self._unexpected(names, parts, shape)
         fused = self._empty(shape)
         fused = fused if dtype is None else fused.to(dtype)
         start = 0
@@ -78,6 +76,19 @@ class Checkpoint:
                 self._check_overflow(name, part, stored)
             start += len(part)
         return fused
+
+    def _unexpected(
+        self, names: tuple[str, ...], parts: list[Tensor], shape: tuple[int, ...]
+    ) -> InvalidModel:
+        """Names those that differ: which of them is wrong, only a person can tell."""
+        differing = {tuple(part.shape): name for name, part in zip(names, parts, strict=True)}
+        if len(differing) == 1:
+            return self._files.wrong_shape(names[-1], parts[-1], shape)
+        shown = ", ".join(f"{name!r} {found}" for found, name in differing.items())
+        return InvalidModel(
+            f"tensors in {self._files.directory} have shapes ({shown}) that together do not fit "
+            f"the {shape} that config.json implies"
+        )
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
         """See `WeightSource`."""
@@ -101,9 +112,12 @@ class Checkpoint:
             for name, is_plain in zip(names, are_plain, strict=True)
         ]
         if (rows := sum(layer.out_features for layer in layers)) != shape[0]:
+            shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + ", ..." * (
+                len(names) > _SHOWN_NAMES
+            )
             raise InvalidModel(
-                f"{', '.join(map(repr, names))} in {self._files.directory} have {rows} rows in "
-                f"all, not the {shape[0]} that config.json implies"
+                f"{shown} in {self._files.directory} have {rows} rows in all, not the {shape[0]} "
+                "that config.json implies"
             )
         return stacked(layers, bias)
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.engine.client import importing
+from penstock.engine.client import importing, printable
 from penstock.scheduler.errors import PenstockError
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before a command has its own answer to it
         return _EXIT_INTERRUPTED
     except PenstockError as error:
-        print(f"penstock: error: {error}", file=sys.stderr)
+        print(f"penstock: error: {printable(str(error))}", file=sys.stderr)
         return _EXIT_USAGE
 
 

@@ -12,6 +12,7 @@ models have.
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -137,6 +138,9 @@ def _text_if_complete(data: bytes) -> str | bytes:
         return data
 
 
+_BYTE = re.compile(r"<0x([\dA-Fa-f]{2})>", re.ASCII)
+
+
 def _sentencepiece_speller(parts: list[dict[str, Any]]) -> Callable[[str], str | bytes]:
     replacements = [
         (part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"
@@ -144,8 +148,8 @@ def _sentencepiece_speller(parts: list[dict[str, Any]]) -> Callable[[str], str |
     has_bytes = any(part["type"] == "ByteFallback" for part in parts)
 
     def spell(token: str) -> str | bytes:
-        if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if has_bytes and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
         for old, new in replacements:
             token = token.replace(old, new)
         return token

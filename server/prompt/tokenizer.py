@@ -372,7 +372,8 @@ def _load_tokenizer(directory: Path, load_format: LoadFormat) -> tuple[Tokenizer
         is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
         if not (is_panic or isinstance(error, Exception)):
             raise
-        reason = str(error)[:_MAX_REASON]  # which quotes tokens of the file, of any length
+        # Which quotes tokens of the file, of any length, and may have several lines.
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         source = path if path.is_file() else directory
         raise InvalidConfig(f"{source} has no tokenizer that can be read: {reason}") from error
 

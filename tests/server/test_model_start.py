@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import DEMO_MODEL
-from tests.support.serving import RunningServer, wait_until
+from tests.support.serving import RunningServer, refusal, wait_until
 from tests.support.stub_hub import StubHub, stub_hub
 from tests.support.terminal import Terminal
 
@@ -27,20 +27,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubHub]:
         for name, value in running.environment(tmp_path).items():
             monkeypatch.setenv(name, value)
         yield running
-
-
-def refusal(*arguments: str) -> str:
-    """The last line on stderr of a server that does not start."""
-    server = RunningServer(*arguments)
-    try:
-        code, errors = server.exit_code(timeout_s=120)
-    finally:
-        server.stop()
-    assert code == 2
-    assert "Traceback" not in errors, errors
-    last = errors.splitlines()[-1]
-    assert last.startswith("penstock: error: "), errors
-    return last
 
 
 def test_the_port_answers_503_during_the_download_and_then_serves(hub: StubHub) -> None:

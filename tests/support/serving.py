@@ -138,6 +138,20 @@ def ready(*servers: RunningServer) -> Iterator[tuple[RunningServer, ...]]:
             server.stop()
 
 
+def refusal(*arguments: str) -> str:
+    """The last line on stderr of a server that does not start."""
+    server = RunningServer(*arguments)
+    try:
+        code, errors = server.exit_code(timeout_s=120)
+    finally:
+        server.stop()
+    assert code == 2, errors
+    assert "Traceback" not in errors, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("penstock: error: "), errors
+    return last
+
+
 def wait_until(condition: Any, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():

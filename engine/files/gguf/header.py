@@ -100,6 +100,8 @@ def parse_header(name: str, data: memoryview, file_size: int) -> Header:
     metadata = {}
     for _ in range(num_entries):
         key = reader.name()
+        if key in metadata:
+            raise reader.damaged(f"has two fields {key!r}")
         metadata[key] = reader.value(reader.scalar("I"))
     infos = {}
     for _ in range(num_tensors):
@@ -115,9 +117,13 @@ def parse_header(name: str, data: memoryview, file_size: int) -> Header:
         tensor: TensorInfo(kind, shape, start + offset)
         for tensor, (kind, shape, offset) in infos.items()
     }
-    for tensor, info in tensors.items():
+    end = start
+    for tensor, info in sorted(tensors.items(), key=lambda each: each[1].offset):
         if (info.offset - start) % alignment:
             raise reader.damaged(f"has the tensor {tensor!r} at the odd place {info.offset}")
+        if info.offset < end:
+            raise reader.damaged(f"has the tensor {tensor!r} within the bytes of another")
+        end = info.offset + info.num_bytes
         if info.offset + info.num_bytes > file_size:
             raise InvalidModel(
                 f"{name} is not complete: its tensor {tensor!r} ends at byte "

@@ -5,6 +5,7 @@ Weights come from safetensors, and no code of a model's directory is run.
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch import nn
 
 from penstock.engine.config import LoadFormat
 from penstock.engine.files.json_file import Fields
-from penstock.engine.files.tensor_files import is_finite
+from penstock.engine.files.tensor_files import PLAIN_DTYPES, TensorFiles, is_finite
 from penstock.engine.models.config import eos_token_ids
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.source import (
     TransformersClass,
     UnsupportedClass,
+    calling,
     check_kinds,
     find_class,
 )
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 # pool would not fit those that come later.
 _CHANGING_ROPES = ("dynamic", "longrope", "su")
 _SHOWN_NAMES = 3
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 # These settings of transformers say how many experts each token is routed to.
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 
@@ -108,15 +111,18 @@ def load_network(
     logs: Any = transformers.logging
     logs.disable_progress_bar()
     logs.set_verbosity_error()
-    network, loaded = made_by.from_pretrained(
-        model_dir,
-        config=config.settings,
-        dtype=dtype,
-        attn_implementation="eager",
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    _check_tensors(model_dir)
+    with calling(config.architecture, f"cannot read the weights in {model_dir}"):
+        network, loaded = made_by.from_pretrained(
+            model_dir,
+            config=config.settings,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
+        )
     _check_names(config.architecture, model_dir, loaded)
     for name, parameter in network.named_parameters():
         if not is_finite(parameter.data):
@@ -125,6 +131,25 @@ def load_network(
                 "another --dtype, or download the model again"
             )
     return network.eval().to(device)
+
+
+def _check_tensors(model_dir: Path) -> None:
+    """Raises InvalidModel for weights that are codes, which transformers would take for numbers
+    where config.json does not say that they are quantized, and for experts of unlike shapes, which
+    it would not name."""
+    files = TensorFiles(model_dir)
+    shapes: dict[str, torch.Size] = {}
+    for name in files.names:
+        tensor = files.get(name)
+        if name.endswith(".weight") and tensor.dtype not in PLAIN_DTYPES:
+            allowed = "only float32, float16 and bfloat16 weights are supported"
+            raise files.wrong_dtype(name, tensor, allowed)
+        shape = shapes.setdefault(_EXPERT.sub(".experts.", name), tensor.shape)
+        if tensor.shape != shape:
+            raise InvalidModel(
+                f"the tensor {name!r} in {model_dir} has the shape {tuple(tensor.shape)}, and that "
+                f"of another expert {tuple(shape)}; download the model again"
+            )
 
 
 def _check_names(architecture: str, model_dir: Path, loaded: Mapping[str, Any]) -> None:

@@ -42,8 +42,9 @@ class UnsupportedClass(InvalidModel):
 
 
 @contextmanager
-def calling(architecture: str) -> Iterator[None]:
-    """Whatever a class raises when it is called as ours means that it cannot be."""
+def calling(architecture: str, failure: str = "does not run on a step of ours") -> Iterator[None]:
+    """Whatever a class raises when it is called as ours means that it cannot be. failure: what it
+    then does, in words."""
     try:
         yield
     except InvalidModel:
@@ -54,7 +55,7 @@ def calling(architecture: str) -> Iterator[None]:
         logger.debug("the class %s failed", architecture, exc_info=True)
         reason = " ".join(str(error).split())[:300]
         raise UnsupportedClass(
-            architecture, f"it does not run on a step of ours ({type(error).__name__}: {reason})"
+            architecture, f"it {failure} ({type(error).__name__}: {reason})"
         ) from error
 
 

@@ -167,6 +167,12 @@ def test_tiktokens_list_without_its_rule_is_refused(tmp_path: Path, name: str) -
         ("tekken.json", b"{}"),
         ("tekken.json", b'{"config": {"pattern": "a"}, "vocab": [{"token_bytes": "?"}]}'),
         ("tekken.json", b'{"config": {"pattern": "a"}, "vocab": 3}'),
+        (
+            "tekken.json",  # ids would be shifted
+            b'{"config": {"pattern": "a"}, "vocab": [], '
+            b'"special_tokens": [{"rank": 1, "token_str": "<s>"}]}',
+        ),
+        ("tekken.json", b'{"config": {"pattern": "a", "default_vocab_size": 3}, "vocab": []}'),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes) -> None:

@@ -137,6 +137,12 @@ def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int = 0) -> byt
             "has two tensors 'a'",
         ),
         (
+            header(num_tensors=2, tensors=tensor("a", (9,), 0) + tensor("b", (9,), 0, offset=32))
+            + b"\0" * 199,
+            "has the tensor 'b' within the bytes of another",
+        ),
+        (header(entry("a", 4, b"\0" * 4), entry("a", 4, b"\0" * 4)), "has two fields 'a'"),
+        (
             header(num_tensors=1, tensors=tensor("a", (256,), 10)),
             "has its tensor 'a' in the type Q2_K, which is not supported; supported are F32, F16",
         ),

@@ -89,6 +89,18 @@ async def test_a_killed_process_is_reported_once_with_its_code() -> None:
     assert life.ends == [end]
 
 
+async def test_what_a_bus_error_means_is_told() -> None:
+    """As where a file of the model is cut while it is read."""
+    life = Life()
+    await life.process.start()
+    assert life.process.pid is not None
+    os.kill(life.process.pid, signal.SIGBUS)
+    end = await life.end()
+    assert "code -7" in end.why and "became shorter" in end.why and "/dev/shm" in end.why
+    assert end.cause is EndCause.FAILED
+    await life.process.close()
+
+
 async def test_a_process_that_cannot_end_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life()
     await life.process.start()
