@@ -168,7 +168,8 @@ def _vllm(home: Path, model: Path, cores: list[int]) -> str:
         f"env {_QUIET} {bound} VLLM_CACHE_ROOT={home}/cache {home}/bin/python "
         f"-m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 "
         f"--port {{port}} --dtype bfloat16 --max-num-seqs {_MAX_SEQS} "
-        f"--kv-cache-memory-bytes {_KV_GIB * 2**30} --enable-prefix-caching"
+        f"--kv-cache-memory-bytes {_KV_GIB * 2**30} --enable-prefix-caching "
+        "--enable-prompt-tokens-details"
     )
 
 

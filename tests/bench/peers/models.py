@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -74,6 +75,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "use_sliding_window": False,
     },
+    # The layers of Qwen3.5-0.8B, three of four with a gated delta net, and a smaller vocabulary.
+    "hybrid": _COMMON
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 49152,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
 }
 _GROUP = 32  # as llama.cpp's and ours; 128 does not divide the rows of 135m
 # By the end of a directory's name.
@@ -118,8 +147,10 @@ def write_model(shape: dict[str, Any], folder: Path) -> None:
     """A Hugging Face directory, in bfloat16. The last file that appears is config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
+    # Qwen3.5 adds 1 to the weights of all norms but those of gated delta nets.
+    norm = 0.0 if shape["model_type"].startswith("qwen3_5") else 1.0
     weights = {
-        name: _random(name, size, generator).to(torch.bfloat16)
+        name: _random(name, size, generator, norm).to(torch.bfloat16)
         for name, size in _tensor_shapes(shape)
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -166,9 +197,12 @@ def write_gguf(model: Path, file: Path, llama: Path) -> None:
 
 def convert_to_gguf(model: Path, file: Path, dtype: str, llama: Path) -> None:
     """By llama.cpp's own converter. dtype: bf16, f16 or f32. Raises CalledProcessError."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    # It expects of Qwen3.5 the layers that draft, unless it is told that there are none.
+    is_hybrid = str(config.get("model_type")).startswith("qwen3_5")
     _run(
         *(sys.executable, "-c", _CONVERT, llama / "source", model),
-        *("--outtype", dtype, "--outfile", file),
+        *("--outtype", dtype, "--outfile", file, *["--no-mtp"] * is_hybrid),
         PYTHONPATH=str(llama / "site"),
     )
 
@@ -202,28 +236,19 @@ def _run(*command: str | Path, **environment: str) -> None:
 
 
 def _tensor_shapes(shape: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    head_dim = hidden // shape["num_attention_heads"]
-    kv = shape["num_key_value_heads"] * head_dim
-    yield "model.embed_tokens.weight", (shape["vocab_size"], hidden)
-    yield "model.norm.weight", (hidden,)
-    for index in range(shape["num_hidden_layers"]):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        for name, size in (("q", hidden), ("k", kv), ("v", kv)):
-            yield f"{layer}.self_attn.{name}_proj.weight", (size, hidden)
-            if shape["model_type"] == "qwen2":
-                yield f"{layer}.self_attn.{name}_proj.bias", (size,)
-        yield f"{layer}.self_attn.o_proj.weight", (hidden, hidden)
-        yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+    """As transformers' class of the model has them, in its order."""
+    auto: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.for_model(**shape))
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":  # tied
+            yield name, tuple(tensor.shape)
 
 
-def _random(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _random(name: str, size: tuple[int, ...], generator: torch.Generator, norm: float) -> Tensor:
+    """norm: of the norms' weights."""
     if "norm" in name:
-        return torch.ones(size)
+        return torch.full(size, 1.0 if "linear_attn" in name else norm)
     return torch.randn(size, generator=generator) * _DEVIATION
 
 
