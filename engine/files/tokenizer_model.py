@@ -171,6 +171,7 @@ def _read_sentence_piece(path: Path, settings: dict[str, Any]) -> Tokens | None:
     return _tokens(
         path,
         {
+            "model": "llama",  # which has scores, and no merges
             "tokens": texts,
             "token_type": kinds,
             "scores": scores + [0.0] * (len(texts) - len(scores)),
