@@ -202,7 +202,8 @@ def convert_to_gguf(model: Path, file: Path, dtype: str, llama: Path) -> None:
     is_hybrid = str(config.get("model_type")).startswith("qwen3_5")
     _run(
         *(sys.executable, "-c", _CONVERT, llama / "source", model),
-        *("--outtype", dtype, "--outfile", file, *["--no-mtp"] * is_hybrid),
+        *("--outtype", dtype, "--outfile", file),
+        *(("--no-mtp",) if is_hybrid else ()),
         PYTHONPATH=str(llama / "site"),
     )
 
