@@ -38,6 +38,10 @@ _QWEN3_5 = (
 # By the names of `MORE_FAMILIES`, `HYBRID_FAMILIES` and `LATENT_FAMILIES`.
 TEMPLATES = {
     "youtu": _CHATML,
+    "deepseek_v2_lite": "{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n\n"
+    "{% else %}Assistant: {{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}",
+    "mistral4_wrapped": _MISTRAL,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_wrapped": _QWEN3_5,
     "qwen3_5_moe_wrapped": _QWEN3_5,

@@ -331,6 +331,44 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "youtu_biases": ("Youtu", {**_LATENT, "attention_bias": True, "num_hidden_layers": 2}),
 }
+_LATENT_MOE = {
+    **_LATENT,
+    "rope_parameters": _MSCALE,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+    "pad_token_id": None,
+}
+_GROUPS = {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+_MISTRAL4 = {
+    **_LATENT_MOE,
+    **_GROUPS,
+    "rope_parameters": {
+        **_MSCALE,
+        "partial_rotary_factor": 0.4,
+        "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 16,
+    },
+}
+# As DeepSeek V2 and V2-Lite, V3, GLM-4.7-Flash and Mistral Small 4.
+LATENT_FAMILIES |= {
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_LATENT_MOE,
+            **_GROUPS,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+        },
+    ),
+    "deepseek_v2_lite": ("DeepseekV2", {**_LATENT_MOE, "q_lora_rank": None, "topk_group": 1}),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT_MOE, **_GROUPS}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT_MOE, "rope_parameters": {"rope_theta": 1e6}}),
+    "mistral4": ("Mistral4", _MISTRAL4),
+    "mistral4_wrapped": ("Mistral3", {**_MISTRAL4, "model_type": "mistral4"}),
+}
 _ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 # The text models of those with images.
 _TEXTS = {

@@ -183,8 +183,14 @@ def test_without_architectures_the_model_type_tells_the_family(tmp_path: Path, f
     files = ("model.safetensors", "tokenizer.json")
     named = {"architectures": ..., "model_type": family}
     # Of the demo model's three layers, one must have attention.
-    kinds = {"full_attention_interval": 3} if family.startswith("qwen3_5") else {}
-    directory = model(tmp_path, *files, **named, **kinds, num_key_value_heads=2)
+    kinds: dict[str, Any] = {"num_key_value_heads": 2}
+    if family.startswith("qwen3_5"):
+        kinds["full_attention_interval"] = 3
+    if FAMILIES[family].head_dim_key == "qk_rope_head_dim":  # whose heads all have the same keys
+        kinds = {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 10_000.0}}
+    if family == "deepseek_v2":  # of which transformers has no default
+        kinds["num_experts_per_tok"] = 2
+    directory = model(tmp_path, *files, **named, **kinds)
     assert check_directory(directory).family == family
 
 

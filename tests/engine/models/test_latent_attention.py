@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from penstock.engine.config import ModelImpl, Quantization
@@ -252,6 +253,90 @@ def test_ranks_divide_heads_and_each_has_the_latent(tmp_path: Path) -> None:
     assert isinstance(mixer, LatentAttention) and mixer.num_heads == 2
     with pytest.raises(InvalidConfig, match="num_attention_heads is 4, which is not a multiple"):
         Shard(config, 0, 3)
+
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+_V2_LITE: dict[str, Any] = {
+    **_DEEPSEEK_V3,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {**_DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+
+
+@pytest.mark.parametrize(
+    ("published", "billions", "token_bytes"),
+    [(_DEEPSEEK_V3, 671, 61 * 1152), (_V2_LITE, 15.7, 27 * 1152)],
+    ids=["DeepSeek-V3", "DeepSeek-V2-Lite"],
+)
+def test_a_published_config_has_the_size_that_transformers_gives_it(
+    published: dict[str, Any], billions: float, token_bytes: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = ModelConfig.from_dir(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model: Any = getattr(transformers, published["architectures"][0])(theirs)
+    size = sum(tensor.numel() for tensor in model.state_dict().values())
+    assert config.num_parameters == size == pytest.approx(billions * 1e9, rel=0.003)
+    assert config.kv_shape.bytes_per_token(2) == token_bytes
+    assert config.max_model_len == 163840
 
 
 @pytest.mark.parametrize(

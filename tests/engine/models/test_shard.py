@@ -248,7 +248,7 @@ def test_the_only_rank_has_the_model_as_it_is(family: str, tmp_path: Path) -> No
     "family",
     [
         *("llama_biases", "phi4", "olmo2", "gemma4_moe", "qwen3_5_moe", "gpt_oss", "glm4_moe"),
-        "youtu_direct",
+        *("youtu_direct", "deepseek_v2"),
     ],
 )
 def test_the_parts_of_a_rank_have_the_shapes_that_their_tensors_are_cut_to(
