@@ -7,15 +7,14 @@ all tokens up to its end, so a group that keeps something else of them than thei
 such as a recurrent state after some of the blocks, can answer by the same digests.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
-from penstock.scheduler.cache.blocks import BlockPool, BlockTable
+from penstock.scheduler.cache.blocks import BlockTable
 from penstock.scheduler.cache.journal import BlockJournal, StoredBlock
 from penstock.scheduler.cache.kv_events import KVEvents
-from penstock.scheduler.cache.tier import BlockTier, TierBlock
+from penstock.scheduler.cache.stored_pool import StoredPool
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.stats import GroupBlocks
 
@@ -36,9 +35,7 @@ class Share(NamedTuple):
     num_claimed: int
 
 
-class GroupCache(BlockPool):
-    """The blocks of one group, and where they are besides the pool: in a journal, in a tier."""
-
+class GroupCache(StoredPool):
     def __init__(
         self,
         group: KVGroup,
@@ -48,25 +45,9 @@ class GroupCache(BlockPool):
         events: KVEvents | None = None,
         number: int = 0,
     ) -> None:
-        """number: of the group, by which the tier and events know it."""
-        survivors = journal.survivors() if journal else ()
-        super().__init__(
-            group.num_blocks,
-            {block.block_id: block.digest for block in survivors},
-            partial(events.on_removed, number) if events is not None else None,
-        )
-        assert len(self._block_of) == len(survivors), "the journal has a block twice"
+        super().__init__(group.num_blocks, journal, tier, events, number)
         self.group = group
         self._block_size = block_size
-        self._journal = journal
-        self._tier = tier
-        self._number = number
-        # Blocks that were given back since the last call of `record`, and not evicted; and before,
-        # each with the step that was launched last by then, which may have written to them.
-        self._released: dict[int, bytes] = {}
-        self._unstored: deque[tuple[int, dict[int, bytes]]] = deque()
-        self._unverified = {block.block_id for block in survivors}
-        self._unrecorded: list[StoredBlock] = []  # of the step that runs
 
     def stats(self) -> GroupBlocks:
         return GroupBlocks(self.group.window, self.num_used, self.num_evictable, self.num_free)
@@ -98,12 +79,10 @@ class GroupCache(BlockPool):
 
     def longest_reach(self, digests: Sequence[bytes], end: int) -> int:
         """As `longest_hit`, if what the tier has were in the pool."""
-        assert self._tier is not None
         i = end
         while i > self._first_needed(end):
             i -= 1
-            digest = digests[i]
-            if self._find(digest) is None and TierBlock(self._number, digest) not in self._tier:
+            if not self._is_within_reach(digests[i]):
                 end = i
         return end
 
@@ -166,14 +145,6 @@ class GroupCache(BlockPool):
         table.block_ids.append(block_id)
         return block_id
 
-    def settle(self, block_id: int, digest: bytes | None) -> None:
-        """A block that was taken to be loaded can be found by its digest; without one it is
-        free."""
-        assert self.ref_count(block_id) == 1, f"block {block_id} was loaded while it was used"
-        if digest is not None:
-            self.add(digest, block_id)
-        self.unreference((block_id,))
-
     def slide(self, table: BlockTable, position: int) -> None:
         """Gives back the blocks that neither the token at `position` nor a later one reads."""
         first = min(self.group.first_read(position) // self._block_size, len(table.block_ids))
@@ -195,65 +166,17 @@ class GroupCache(BlockPool):
                 self._unrecorded.append(StoredBlock(table.block_ids[i], digests[i], parent))
         table.num_cached = len(digests)
 
-    def record(self, completed: int, launched: int) -> None:
-        if self._released:
-            self._unstored.append((launched, self._released))
-            self._released = {}
-        while self._unstored and self._unstored[0][0] <= completed:
-            assert self._tier
-            for block_id, digest in self._unstored.popleft()[1].items():
-                if self.find(digest) == block_id:
-                    self._tier.store(TierBlock(self._number, digest), block_id)
-        if self._unrecorded:
-            assert self._journal
-            blocks, self._unrecorded = self._unrecorded, []
-            self._journal.record([b for b in blocks if self.find(b.digest) == b.block_id])
-
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Makes the blocks of a table, and those with these digests, unfindable."""
         for block_id in table.block_ids[table.num_released :]:
             self.drop(block_id)
-        for digest in digests:
-            if (found := self.find(digest)) is not None:
-                self.drop(found)
-            if self._tier:
-                self._tier.forget(TierBlock(self._number, digest))
+        self._forget(digests)
 
     def _first_needed(self, end: int) -> int:
         """The first of the blocks before number `end` that the token after them may read."""
         return min(end, self.group.first_read(end * self._block_size) // self._block_size)
 
-    def _find(self, digest: bytes) -> int | None:
-        """A block with this digest whose content is known to be right."""
-        block_id = self.find(digest)
-        if block_id is None or (block_id in self._unverified and not self._verify(block_id)):
-            return None
-        return block_id
-
-    def _verify(self, block_id: int) -> bool:
-        """Whether a block of an earlier engine is what it was; if not, it becomes free."""
-        assert self._journal
-        self._unverified.remove(block_id)
-        is_intact = self._journal.is_intact(block_id)
-        if not is_intact:
-            self.drop(block_id)
-        return is_intact
-
     def _release(self, block_ids: Sequence[int]) -> None:
         # Not only its last user: what is used all the time shall not be lost with this process.
-        if self._tier:
-            for block_id in block_ids:
-                if (digest := self._digest_of.get(block_id)) is not None:
-                    self._released[block_id] = digest
+        self._to_tier(block_ids)
         self.unreference(block_ids)
-
-    def _remove(self, block_id: int) -> None:
-        super()._remove(block_id)
-        if self._journal:
-            self._unverified.discard(block_id)
-            self._journal.erase(block_id)
-        if self._tier:
-            # It may become findable by the same digest while a later step is still to write it.
-            for released in (self._released, *(blocks for _, blocks in self._unstored)):
-                released.pop(block_id, None)
-            self._tier.withdraw(self._number, block_id)
