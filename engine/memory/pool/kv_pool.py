@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.memory.host import zeros_on_touch
 from penstock.engine.memory.machine import available_memory_bytes
 from penstock.engine.memory.pool.journal import Journal
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, KVPages
@@ -24,15 +23,12 @@ from penstock.engine.memory.pool.kv_layout import (
 )
 from penstock.engine.memory.pool.kv_memory import KVMemory, MappedPool
 from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
+from penstock.engine.memory.pool.pool_tensors import PoolTensors, TensorShape, mapped_pools
 from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
-
-_Shape = tuple[tuple[int, ...], torch.dtype]
-
-_SPARE = 256
 
 # The default share of the free memory: a CPU machine rarely runs only this server.
 _DEFAULT_FRACTION = 0.25
@@ -84,7 +80,7 @@ class _Part:
             yield self.stored
 
 
-class KVPool:
+class KVPool(PoolTensors):
     """Layers that share block tables have it. Keys and values apart, for all layers whose heads are
     alike (num_layers, num_blocks, block_size, num_kv_heads, head_dim) each. Values that are the
     beginning of keys (`KVHeads.latent_dim`) are in these alone.
@@ -102,17 +98,9 @@ class KVPool:
         device: torch.device,
         mapped: MappedPool | None = None,
     ) -> None:
-        """mapped: where it is, for a pool that outlives the process; its content stays."""
-        shapes = _shapes(kv, num_blocks, block_size, dtype)
-        self.journal = mapped.journal if mapped else None
-        """Lists its blocks, where it outlives this process."""
-        self._pages = mapped.pages if mapped else None
-        if mapped is None:
-            tensors = [_zeros(*each, device) for each in shapes]
-        else:
-            tensors = [_from(*each) for each in zip(mapped.tensors, shapes, strict=True)]
+        super().__init__(_shapes(kv, num_blocks, block_size, dtype), device, mapped)
         alike = _alike(kv)
-        rest, has_scales = iter(tensors), dtype in LIMITS
+        rest, has_scales = iter(self.tensors), dtype in LIMITS
         self._parts = [_Part.of(heads, rest, has_scales=has_scales) for heads in alike]
         # The part of each layer that has keys and values of its own, and its number in that.
         places = {
@@ -121,11 +109,6 @@ class KVPool:
             for number, layer in enumerate(layers)
         }
         self._places = [places[kv.source_of(layer)] for layer in range(kv.num_layers)]
-
-    def reach(self, block_ids: Iterable[int]) -> None:
-        """To be called before these blocks are used for the first time."""
-        if self._pages is not None:
-            self._pages.reach(max(block_ids, default=0))
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         part, number = self._places[index]
@@ -167,28 +150,30 @@ class KVPools:
         memory: KVMemory | None = None,
     ) -> None:
         """kv: of the whole model. num_blocks: of each group, where there are recurrent states their
-        number last. memory: where pools outlive the process; not with recurrent states."""
+        number last. memory: where pools outlive the process."""
         self.block_size = block_size
         layers = [layout.layers_of(group, kv) for group in range(len(num_blocks))]
-        self.recurrent: StatePool | None = None
-        """None where no layer has a recurrence."""
-        if layout.state is not None:
-            assert memory is None, "recurrent states do not outlive the process"
-            self.recurrent = StatePool(layout.state, num_blocks[-1], device)
-            num_blocks = num_blocks[:-1]
         shapes = [
-            KVShape(tuple(kv.heads[layer] for layer in each)) for each in layers[: len(num_blocks)]
+            KVShape(tuple(kv.heads[layer] for layer in each))
+            for each in layers[: len(layout.windows)]
         ]
-        maps: Sequence[MappedPool | None] = [None] * len(shapes)
-        if memory is not None:
-            maps = _mapped(memory, shapes, num_blocks, block_size, dtype)
+        tensors = [
+            _shapes(shape, num, block_size, dtype)
+            for shape, num in zip(shapes, num_blocks, strict=False)
+        ]
+        if layout.state is not None:
+            tensors.append(StatePool.shapes(layout.state, num_blocks[-1]))
+        maps = mapped_pools(memory, list(zip(num_blocks, tensors, strict=True)))
         self.groups = [
             KVPool(shape, num, block_size, dtype, device, each)
-            for shape, num, each in zip(shapes, num_blocks, maps, strict=True)
+            for shape, num, each in zip(shapes, num_blocks, maps, strict=False)
         ]
         # In the order in which the scheduler has them.
         self.all_groups: list[KVPool | StatePool] = [*self.groups]
-        if self.recurrent is not None:
+        self.recurrent: StatePool | None = None
+        """None where no layer has a recurrence."""
+        if layout.state is not None:
+            self.recurrent = StatePool(layout.state, num_blocks[-1], device, maps[-1])
             self.all_groups.append(self.recurrent)
         # The group of each layer of the model, and whose keys and values, or state, among the
         # group's layers it has.
@@ -200,7 +185,7 @@ class KVPools:
     @property
     def journals(self) -> tuple[Journal, ...]:
         """They list the blocks of each group, where these outlive this process; else none."""
-        return tuple(pool.journal for pool in self.groups if pool.journal is not None)
+        return tuple(pool.journal for pool in self.all_groups if pool.journal is not None)
 
     def layer(self, index: int) -> tuple[KVPages, KVPages]:
         group, number = self._places[index]
@@ -331,10 +316,10 @@ def _alike(kv: KVShape) -> dict[KVHeads, list[int]]:
     return found
 
 
-def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[_Shape]:
+def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[TensorShape]:
     """A pool's tensors, for each kind of heads: keys, values where they are stored, and where they
     are codes the scales of both."""
-    shapes: list[_Shape] = []
+    shapes: list[TensorShape] = []
     for heads, layers in _alike(kv).items():
         blocks = len(layers), num_blocks
         stored = (*blocks, block_size, heads.num_kv_heads, heads.head_dim)
@@ -343,38 +328,3 @@ def _shapes(kv: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype) -
             scales = (*blocks, heads.num_kv_heads, block_size)
             shapes += [(scales, torch.float32)] * heads.num_stored
     return shapes
-
-
-def _mapped(
-    memory: KVMemory,
-    shapes: Sequence[KVShape],
-    num_blocks: Sequence[int],
-    block_size: int,
-    dtype: torch.dtype,
-) -> list[MappedPool]:
-    sizes = zip(shapes, num_blocks, strict=True)
-    tensors = [_shapes(shape, num, block_size, dtype) for shape, num in sizes]
-    blocks = [list(map(_block_bytes, each)) for each in tensors]
-    return memory.map(list(zip(num_blocks, blocks, strict=True)))
-
-
-def _block_bytes(tensor: _Shape) -> tuple[int, int]:
-    """Its layers, and the bytes of a block in one."""
-    shape, dtype = tensor
-    return shape[0], torch.Size(shape[2:]).numel() * dtype.itemsize
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would allocate the whole pool at once. Vectors are read that begin in the pool and
-    # end behind it.
-    count = torch.Size(shape).numel()
-    return zeros_on_touch((count + _SPARE,), dtype)[:count].view(shape)
-
-
-def _from(memory: memoryview, of: _Shape) -> Tensor:
-    shape, dtype = of
-    # Not all types can be made of a buffer.
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)

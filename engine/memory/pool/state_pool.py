@@ -1,36 +1,43 @@
 """Owns the memory of recurrent states. Knows states, not sequences."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from penstock.engine.memory.host import zeros_on_touch
+from penstock.engine.memory.pool.kv_memory import MappedPool
+from penstock.engine.memory.pool.pool_tensors import PoolTensors, TensorShape
 from penstock.engine.memory.pool.state_shape import StateShape
 
 
-class StatePool:
+class StatePool(PoolTensors):
     """matrices: (num_layers, num_states, num_heads, key_dim, value_dim). inputs: the last of each
     convolution, (num_layers, num_states, num_inputs, num_channels). Both float32.
     """
 
-    def __init__(self, shape: StateShape, num_states: int, device: torch.device) -> None:
-        def zeros(*each: int) -> Tensor:
-            sizes = (shape.num_layers, num_states, *each)
-            if device.type != "cpu":
-                return torch.zeros(sizes, dtype=torch.float32, device=device)
-            # A state takes memory when it is first used.
-            return zeros_on_touch(sizes, torch.float32)
+    def __init__(
+        self,
+        shape: StateShape,
+        num_states: int,
+        device: torch.device,
+        mapped: MappedPool | None = None,
+    ) -> None:
+        super().__init__(self.shapes(shape, num_states), device, mapped)
+        self.matrices, self.inputs = self.tensors
 
-        self.matrices = zeros(shape.num_heads, shape.key_dim, shape.value_dim)
-        self.inputs = zeros(shape.num_inputs, shape.num_channels)
-
-    def reach(self, block_ids: Iterable[int]) -> None:
-        """See `KVPool`."""
+    @staticmethod
+    def shapes(shape: StateShape, num_states: int) -> list[TensorShape]:
+        each = (
+            (shape.num_heads, shape.key_dim, shape.value_dim),
+            (shape.num_inputs, shape.num_channels),
+        )
+        return [((shape.num_layers, num_states, *sizes), torch.float32) for sizes in each]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """The matrices and the inputs of one layer."""
         return self.matrices[index], self.inputs[index]
+
+    def pairs(self) -> list[tuple[Tensor, ...]]:
+        """See `KVPool`: all that belongs to a state."""
+        return [(self.matrices, self.inputs)]
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """(source, target): each target gets its source's content, in every layer, all at once."""
