@@ -160,6 +160,8 @@ class CpuExecutor:
                 self._group_tables[group][slots, indices] = blocks.to(torch.int32)
             if copies := block_copies(batch.copies, group):
                 pool.copy(copies)
+        if batch.snapshots:
+            self.pool.all_groups[-1].reach(state for _, _, state in batch.snapshots)
         if self._proposer is not None:
             self._proposer.apply(batch)
 

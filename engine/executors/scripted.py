@@ -60,7 +60,8 @@ def mix(state: int, value: int) -> int:
 
 
 class _Pool(NamedTuple):
-    """A group of layers has, by place, the token written there and the digest up to it."""
+    """A group of layers has, by place, the token written there and the digest up to it; or with a
+    recurrence, by state, how many tokens it has seen and the digest of these."""
 
     ids: Any
     digests: Any
@@ -69,42 +70,33 @@ class _Pool(NamedTuple):
 class _PoolBytes:
     """See `penstock.engine.memory.tiers.disk_tier.BlockMemory`."""
 
-    def __init__(self, pools: list[_Pool], block_size: int) -> None:
+    def __init__(self, pools: list[_Pool], sizes: list[int]) -> None:
+        """sizes: of each pool, the places of a block."""
         self._pools = pools
-        self._block_size = block_size
-        self._form = struct.Struct(f"<{block_size}q{block_size}Q")
+        self._sizes = sizes
+        self._forms = [struct.Struct(f"<{size}q{size}Q") for size in sizes]
 
     def num_bytes(self, group: int) -> int:
-        return self._form.size
+        return self._forms[group].size
 
     def read(self, group: int, block_id: int) -> memoryview:
-        here, (ids, digests) = self._range(block_id), self._pools[group]
-        return memoryview(self._form.pack(*ids[here], *digests[here]))
+        here, (ids, digests) = self._range(group, block_id), self._pools[group]
+        return memoryview(self._forms[group].pack(*ids[here], *digests[here]))
 
     def reach(self, group: int, block_id: int) -> None:
         pass
 
     def write(self, group: int, block_id: int, content: memoryview) -> None:
-        here, (ids, digests) = self._range(block_id), self._pools[group]
-        numbers = self._form.unpack(content)
+        here, (ids, digests) = self._range(group, block_id), self._pools[group]
+        size, numbers = self._sizes[group], self._forms[group].unpack(content)
         for place, token_id, digest in zip(
-            range(here.start, here.stop),
-            numbers[: self._block_size],
-            numbers[self._block_size :],
-            strict=True,
+            range(here.start, here.stop), numbers[:size], numbers[size:], strict=True
         ):
             ids[place], digests[place] = token_id, digest
 
-    def _range(self, block_id: int) -> slice:
-        return slice(block_id * self._block_size, (block_id + 1) * self._block_size)
-
-
-class _States(NamedTuple):
-    """A group of layers with a recurrence has, by state, how many tokens it has seen, and the
-    digest of these."""
-
-    lengths: list[int]
-    digests: list[int]
+    def _range(self, group: int, block_id: int) -> slice:
+        size = self._sizes[group]
+        return slice(block_id * size, (block_id + 1) * size)
 
 
 class Slot:
@@ -154,20 +146,16 @@ class ScriptedExecutor:
         num_words = max(1, info.vocab_size - 3)
         self._token_at = token_at or (lambda digest, _: 3 % info.vocab_size + digest % num_words)
         self._groups = [group for group in info.kv_groups if isinstance(group, KVGroup)]
-        self._pools: list[_Pool] = [
-            _Pool([-1] * num_positions, [0] * num_positions)
-            for num_positions in (group.num_blocks * info.block_size for group in self._groups)
-        ]
-        # The states of the group after those, where there is one.
-        self._states = _States([-1] * info.num_states, [0] * info.num_states)
+        nums = [group.num_blocks for group in info.kv_groups]
+        self._sizes = [info.block_size] * len(self._groups) + [1] * bool(info.num_states)
+        both = list(zip(nums, self._sizes, strict=True))
+        self._pools = [_Pool([-1] * (num * size), [0] * (num * size)) for num, size in both]
         self.journals: tuple[BlockJournal, ...] = ()
         if kept:
-            block_bytes = 8 * info.block_size
-            shapes = [(1, block_bytes), (1, block_bytes)]
-            maps = kept.map([(group.num_blocks, shapes) for group in self._groups])
+            maps = kept.map([(num, [(1, 8 * size)] * 2) for num, size in both])
             self._pools = [_Pool(*(view.cast("Q") for view in each.tensors)) for each in maps]
             self.journals = tuple(each.journal for each in maps)
-        self.tier = make_tier(_PoolBytes(self._pools, info.block_size)) if make_tier else None
+        self.tier = make_tier(_PoolBytes(self._pools, self._sizes)) if make_tier else None
         self._slots: dict[int, Slot] = {}
 
     def prepare(self, request: Request) -> "Future[Any] | None":
@@ -236,7 +224,6 @@ class ScriptedExecutor:
         self._next_step_s = max(self._next_step_s, now_s) + self._step_s
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        size = self.info.block_size
         for assignment in batch.assignments:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
@@ -247,17 +234,12 @@ class ScriptedExecutor:
         for slot_id, index, block_id, group in batch.table_updates:
             block_ids = self._slots[slot_id].tables[group]
             block_ids[index : index + 1] = [block_id]
-        for group, pools in enumerate(self._pools):
+        for group, (pools, size) in enumerate(zip(self._pools, self._sizes, strict=True)):
             for source, target in block_copies(batch.copies, group):
                 for pool in pools:
                     pool[target * size : (target + 1) * size] = pool[
                         source * size : (source + 1) * size
                     ]
-        copies = block_copies(batch.copies, len(self._pools))
-        for each in self._states:
-            copied = [(target, each[source]) for source, target in copies]
-            for target, value in copied:
-                each[target] = value
 
     def _starts(self, batch: ScheduledBatch) -> list[int]:
         """Where rows start: a decode at its last known token, which the scheduler may not know."""
@@ -270,7 +252,7 @@ class ScriptedExecutor:
 
     def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
-        for group, pool in enumerate(self._pools):
+        for group, pool in enumerate(self._pools[: len(self._groups)]):
             for position in range(start, start + num_tokens):
                 before = pool.digests[self._place(slot, position - 1, group)] if position else 0
                 place = self._place(slot, position, group)
@@ -282,7 +264,7 @@ class ScriptedExecutor:
         states by how many tokens they have seen."""
         if not self.info.num_states:
             return
-        lengths, digests = self._states
+        lengths, digests = self._pools[-1]
         own = slot.tables[len(self._groups)][0]
         if start == 0:
             lengths[own], digests[own] = 0, 0
@@ -314,8 +296,9 @@ class ScriptedExecutor:
         digest = self._digest(slot, length)
         if self.info.num_states:
             own = slot.tables[len(self._groups)][0]
-            assert self._states.lengths[own] == length
-            digest = mix(digest, self._states.digests[own])
+            lengths, digests = self._pools[-1]
+            assert lengths[own] == length
+            digest = mix(digest, digests[own])
         if slot.sampling.temperature > 0:
             digest = mix(digest, slot.seed)
         token_id = self._token_at(digest, length)
@@ -331,7 +314,7 @@ class ScriptedExecutor:
             written: int = self._pools[0].digests[self._place(slot, length - 1)]
             return written
         digest = 0
-        for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
+        for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=False)):
             for position in range(group.first_read(length - 1), length):
                 digest = mix(digest, pool.ids[self._place(slot, position, index)] + 1)
         return digest

@@ -22,6 +22,7 @@ import zmq
 from penstock.engine.config import KVEventsConfig
 from penstock.scheduler.cache.kv_events import KVEvent, Stored
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.groups import KVGroup, StateGroup
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,11 @@ class KVEventPublisher:
     """Sends from a thread of its own. One other thread calls it, which never waits."""
 
     def __init__(
-        self, config: KVEventsConfig, windows: Sequence[int | None], block_size: int
+        self, config: KVEventsConfig, groups: Sequence[KVGroup | StateGroup], block_size: int
     ) -> None:
-        """windows: of the groups of layers. Raises InvalidConfig for an address that cannot be
-        used."""
+        """groups: of layers. Raises InvalidConfig for an address that cannot be used."""
         self._config = config
-        self._windows = windows
+        self._groups = groups
         self._block_size = block_size
         self._encoder = msgspec.msgpack.Encoder()
         self._queue: Queue[tuple[int, EventBatch]] = Queue(config.max_queue_size)
@@ -125,7 +125,9 @@ class KVEventPublisher:
     def _on_wire(self, event: KVEvent) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
             return BlockRemoved([_number(event.digest)], _MEDIUM, event.group)
-        window = self._windows[event.group]
+        group = self._groups[event.group]
+        window = group.window if isinstance(group, KVGroup) else None
+        kind = "full_attention" if window is None else "sliding_window"
         keys = [[event.adapter] if event.adapter else [] for _ in event.digests]
         if event.parent is None and event.cache_salt:
             keys[0].append(event.cache_salt)
@@ -139,7 +141,8 @@ class KVEventPublisher:
             lora_name=event.adapter,
             extra_keys=[each or None for each in keys],
             group_idx=event.group,
-            kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
+            # A recurrent state after the block, whatever the layer; vLLM names it after Mamba's.
+            kv_cache_spec_kind=kind if isinstance(group, KVGroup) else "mamba",
             kv_cache_spec_sliding_window=window,
         )
 

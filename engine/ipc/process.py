@@ -161,9 +161,9 @@ def _drafter(config: EngineConfig, info: ModelInfo, step_model: LiveStepModel) -
         if config.speculative is None:
             return None
         raise InvalidConfig(
-            "--speculative-config needs the compiled step of a CPU, and no stages where a model "
-            "has recurrent layers; or one GPU, --attention-backend triton and a model without "
-            "recurrent layers; leave it out"
+            "--speculative-config needs the compiled step of a CPU, and where a model has "
+            "recurrent layers neither stages nor several ranks with --kv-offload-dir; or one GPU, "
+            "--attention-backend triton and a model without recurrent layers; leave it out"
         )
     sources: list[Source] = [Prediction(), OwnText()]
     if wanted.method is not DraftMethod.NGRAM:
@@ -193,8 +193,7 @@ def _publishing(
 ) -> Callable[[FromEngine], None]:
     """`send` with the events of a step beside its report."""
     assert config.kv_events is not None
-    windows = [group.window for group in info.kv_groups if isinstance(group, KVGroup)]
-    publisher = KVEventPublisher(config.kv_events, windows, info.block_size)
+    publisher = KVEventPublisher(config.kv_events, info.kv_groups, info.block_size)
 
     def send_and_publish(message: FromEngine) -> None:
         send(message)
@@ -207,8 +206,12 @@ def _log_what_loading_takes(tier: BlockTier, step_model: LiveStepModel, info: Mo
     """Each prompt decides for itself, by what was measured until then; this is for people."""
     num_tokens = min(1024, info.max_model_len)
     num_blocks = num_tokens // info.block_size
-    nowhere = [TierBlock(group, b"") for group in range(len(info.kv_groups))]
-    load_s = tier.load_s(nowhere * num_blocks)
+    nowhere = [
+        TierBlock(number, b"")
+        for number, group in enumerate(info.kv_groups)
+        for _ in range(num_blocks if isinstance(group, KVGroup) else 1)
+    ]
+    load_s = tier.load_s(nowhere)
     compute_s = prefill_s(step_model, 0, num_tokens, num_tokens)
     computing = "" if compute_s is None else f", and to compute them about {compute_s * 1e3:.0f} ms"
     logger.info(

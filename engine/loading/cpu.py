@@ -185,7 +185,7 @@ class CpuLoading(DecoderLoading):
         config, place = self.config, self.place
         if place.pools:
             return KVMemory(place.pools[place.rank - 1], _RANK_IDENTITY) if place.rank else None
-        if config.kv_memory is None or place.layout.size > 1 or self.layout.state is not None:
+        if config.kv_memory is None or place.layout.size > 1:
             return None
         return KVMemory(config.kv_memory, identity, self._files.key if self._files else None)
 
@@ -235,12 +235,19 @@ class CpuLoading(DecoderLoading):
         return self.described(
             size,
             computed_by=computed_by,
-            # Torch's operators round by the number of rows, and states go on over what is accepted
-            # before the next step, which a stage may have computed by then.
+            # Torch's operators round by the number of rows.
             takes_drafts=native is not None
-            and not (place.layout.num_stages > 1 and any(self.whole.recurrent)),
+            and not (self._accepts_late and any(self.whole.recurrent)),
             **rates,
         )
+
+    @property
+    def _accepts_late(self) -> bool:
+        """Whether a state may be used before it has gone on over what was accepted, which other
+        ranks learn with the next step: a stage may have computed that by then, and a tier may have
+        moved the state."""
+        layout = self.place.layout
+        return layout.num_stages > 1 or (layout.size > 1 and self.config.kv_offload_dir is not None)
 
 
 def _dtype_and_library(

@@ -17,7 +17,6 @@ from penstock.engine.loading.weights import log_widening, weight_bytes, weight_s
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.pool.kv_memory import identity_of
 from penstock.engine.memory.pool.kv_pool import PoolSize, resolve_max_model_len
-from penstock.engine.memory.tiers.offload import refuse_with_states
 from penstock.engine.models.at_load.quantize import Quantized, quantization_plan, quantize
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.model import LlamaModel
@@ -124,8 +123,6 @@ class DecoderLoading(Loading):
         super().__init__(config, directory, *others)
         self.whole = ModelConfig.from_dir(directory)
         check_dtype(config.dtype, self.whole)
-        if any(self.whole.recurrent):
-            refuse_with_states(config)
         ranks, rank = self.place.layout, self.place.rank
         self.shard = Shard(self.whole, ranks.tensor_rank_of(rank), ranks.tensor_size)
         self.divided = self.shard.config

@@ -59,12 +59,13 @@ class KVCache:
             assert not used or self._key == tier.key, "journals have the key of the tier"
             self._key = tier.key
         self._events = events if enable_prefix_caching else None
-        self.groups: list[GroupCache | StateCache] = [
-            StateCache(group, block_size)
-            if isinstance(group, StateGroup)
-            else GroupCache(group, block_size, used[i] if used else None, tier, events, i)
-            for i, group in enumerate(groups)
-        ]
+        self.groups: list[GroupCache | StateCache] = []
+        for i, group in enumerate(groups):
+            more = used[i] if used else None, tier, self._events, i
+            if isinstance(group, StateGroup):
+                self.groups.append(StateCache(group, block_size, *more))
+            else:
+                self.groups.append(GroupCache(group, block_size, *more))
         # Those of keys and values, which come first, and those of states, each with its number.
         self.blocks = [each for each in self.groups if isinstance(each, GroupCache)]
         self._with_blocks = list(enumerate(self.blocks))
@@ -76,10 +77,6 @@ class KVCache:
         ]
         self.has_windows = bool(self._windowed)
         self.has_states = bool(self._states)
-        if self._states:
-            assert not used, "recurrent states do not outlive the engine, so nothing else may"
-            assert tier is None, "recurrent states are in no tier, so nothing else may be"
-            assert events is None, "blocks without a state after them are of no use to routers"
 
     @property
     def num_available(self) -> int:
@@ -138,12 +135,12 @@ class KVCache:
         """Returns the blocks to be loaded from the tier so that more of its tokens are cached than
         num_cached, and how many these are then."""
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        end = _agreed([each.longest_reach for each in self.blocks], digests, len(digests))
+        end = _agreed([each.longest_reach for each in self.groups], digests, len(digests))
         if end * self.block_size <= num_cached:
             return [], num_cached
         blocks = [
             TierBlock(group, digest)
-            for group, each in self._with_blocks
+            for group, each in enumerate(self.groups)
             for digest in each.missing(digests[:end])
         ]
         return blocks, end * self.block_size
@@ -151,12 +148,12 @@ class KVCache:
     def has_room(self, blocks: Items[TierBlock]) -> bool:
         """Whether they can be taken to be loaded."""
         nums = Counter(block.group for block in blocks)
-        return all(num <= self.blocks[group].num_available for group, num in nums.items())
+        return all(num <= self.groups[group].num_available for group, num in nums.items())
 
     def refresh(self, admission: Admission) -> None:
         """The cached blocks of a sequence that is to be admitted are evicted after all others, the
         last first."""
-        for each, share in zip(self.blocks, admission.shares, strict=True):
+        for each, share in zip(self.groups, admission.shares, strict=True):
             for block_id in reversed(share.blocks):
                 each.evict_last(block_id)
 
@@ -243,7 +240,7 @@ class KVCache:
         """The step `completed` has, and `launched` is the last one that was launched. Findable
         blocks that only steps up to the first wrote to may outlive this engine; those of sequences
         that failed in them are forgotten by now."""
-        for each in self.blocks:
+        for each in self.groups:
             each.record(completed, launched)
 
     def forget(self, sequence: Sequence) -> None:
@@ -300,7 +297,7 @@ class KVCache:
 
     def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:
         end = min(end, len(sequence.block_digests))  # a fork has no digests yet
-        for group, each in self._with_blocks:
+        for group, each in enumerate(self.groups):
             events.tell(group, sequence, start, end, each.find)
 
     def _root(self, sequence: Sequence) -> bytes:

@@ -158,7 +158,7 @@ class Loads:
         load = _Load(deadline_s, {}, set(blocks))
         self._open[load] = None
         for block in blocks:
-            block_id = self._kv.blocks[block.group].take()
+            block_id = self._kv.groups[block.group].take()
             assert block_id is not None, "no block is available; the scheduler must check before"
             load.block_ids[block] = block_id
             self._load_of[block] = load
@@ -181,7 +181,7 @@ class Loads:
         for block in reversed(load.block_ids):
             del self._load_of[block]
             digest = None if block in load.failed else block.digest
-            self._kv.blocks[block.group].settle(load.block_ids[block], digest)
+            self._kv.groups[block.group].settle(load.block_ids[block], digest)
 
     def _without(self, done: set[_Load]) -> list[Sequence]:
         """The sequences that wait for none but these."""

@@ -12,15 +12,20 @@ Snapshots are taken where a later prompt is likely to go on:
 - where an earlier prompt and this one part: its blocks were found further than any snapshot.
 
 They are evictable from the beginning, in least-recently-used order, and none is taken where all
-states are held by sequences.
+states are held by sequences. A snapshot goes to the tier, and into the journal, once it stays: that
+of a prompt at once, that of an answer when the sequence ends or is preempted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.scheduler.cache.blocks import BlockPool, BlockTable
+from penstock.scheduler.cache.blocks import BlockTable
 from penstock.scheduler.cache.group_cache import Share
+from penstock.scheduler.cache.journal import BlockJournal, StoredBlock
+from penstock.scheduler.cache.kv_events import KVEvents
+from penstock.scheduler.cache.stored_pool import StoredPool
+from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.groups import StateGroup
 from penstock.scheduler.stats import GroupBlocks
 
@@ -50,9 +55,17 @@ class _Pending(NamedTuple):
     is_of_answer: bool
 
 
-class StateCache(BlockPool):
-    def __init__(self, group: StateGroup, block_size: int) -> None:
-        super().__init__(group.num_blocks)
+class StateCache(StoredPool):
+    def __init__(
+        self,
+        group: StateGroup,
+        block_size: int,
+        journal: BlockJournal | None = None,
+        tier: BlockTier | None = None,
+        events: KVEvents | None = None,
+        number: int = 0,
+    ) -> None:
+        super().__init__(group.num_blocks, journal, tier, events, number)
         self.group = group
         self._block_size = block_size
 
@@ -66,9 +79,19 @@ class StateCache(BlockPool):
 
     def longest_hit(self, digests: Sequence[bytes], end: int) -> int:
         """See `GroupCache`: the blocks before the last snapshot."""
-        while end and self.find(digests[end - 1]) is None:
+        while end and self._find(digests[end - 1]) is None:
             end -= 1
         return end
+
+    def longest_reach(self, digests: Sequence[bytes], end: int) -> int:
+        """See `GroupCache`."""
+        while end and not self._is_within_reach(digests[end - 1]):
+            end -= 1
+        return end
+
+    def missing(self, digests: Sequence[bytes]) -> list[bytes]:
+        """See `GroupCache`: the state after all of them, or nothing."""
+        return [each for each in digests[-1:] if self._find(each) is None]
 
     def share(
         self,
@@ -95,6 +118,7 @@ class StateCache(BlockPool):
         assert isinstance(table, StateTable) and not table.block_ids
         if share.copied is not None:
             self.evict_last(share.copied)
+            self._to_tier((share.copied,))
         state = self.take()
         assert state is not None, "no state is available; the scheduler must check before"
         table.block_ids = [state]
@@ -144,21 +168,32 @@ class StateCache(BlockPool):
             if is_of_answer:
                 self._drop_newest(table)
             # Where there is another of the same tokens, this one becomes free.
-            if self.add(digest, state) and is_of_answer:
-                table.newest = state, digest
+            if self.add(digest, state):
+                if is_of_answer:
+                    table.newest = state, digest
+                else:
+                    self._keep(state, digest)
             self.unreference((state,))
 
     def release(self, table: BlockTable) -> None:
         """Frees its state, and those of snapshots whose tokens are not known yet."""
         assert isinstance(table, StateTable)
         self.unreference((*table.block_ids, *(each.state for each in table.pending)))
+        if table.newest is not None:
+            self._keep(*table.newest)
         table.block_ids, table.pending, table.newest = [], [], None
 
     def forget(self, table: BlockTable, digests: Sequence[bytes]) -> None:
         """Drops the snapshots with these digests, and those of the table."""
-        for digest in digests:
-            if (state := self.find(digest)) is not None:
-                self.drop(state)
+        self._forget(digests)
+
+    def _keep(self, state: int, digest: bytes) -> None:
+        """A snapshot stays, if it was not evicted meanwhile."""
+        if self.find(digest) != state:
+            return
+        if self._journal:
+            self._unrecorded.append(StoredBlock(state, digest, b""))
+        self._to_tier((state,))
 
     def _drop_newest(self, table: StateTable) -> None:
         if table.newest is not None:

@@ -49,6 +49,8 @@ def answers(config: EngineConfig) -> tuple[list[list[RequestOutput]], PlaceStats
         ("llama3.2_tied", 4, 1),  # fewer key and value heads than ranks
         ("gemma4_small_wrapped", 1, 2),
         ("youtu", 2, 1),  # whose ranks all have the same
+        ("qwen3_5", 2, 1),  # recurrent states, of which each has those of its heads
+        ("qwen3_5_moe", 1, 4),  # or of its layers, which one stage has none of
     ],
 )
 def test_what_ranks_wrote_the_next_ones_read_and_damage_is_computed_again(

@@ -43,6 +43,7 @@ def engine(
     most_blocks: int = 3,
     windows: tuple[int | None, ...] = (None,),
     more_blocks: tuple[int, ...] = (),
+    num_states: int = 0,
     policy: Policy = Policy.FCFS,
     max_batched_tokens: int = 32,
 ) -> AheadDriver:
@@ -50,8 +51,10 @@ def engine(
     parts: list[tuple[SimulatedMover, HostPieces, DiskTier | None]] = []
 
     def make_tier(memory: BlockMemory) -> HostTier:
-        sizes = [memory.num_bytes(group) for group in range(len(windows))]
-        pieces = HostPieces(sizes, num_slots, slice_bytes=5 * sum(sizes))
+        sizes = [memory.num_bytes(group) for group in range(len(windows) + bool(num_states))]
+        # Of states fewer, where there are any.
+        each = [num_slots] * len(windows) + [max(1, num_slots // 4)] * bool(num_states)
+        pieces = HostPieces(sizes, each, slice_bytes=5 * sum(sizes))
         mover = SimulatedMover(memory, pieces, most_blocks)
         disk = None
         if directory is not None:
@@ -65,6 +68,7 @@ def engine(
         max_model_len=MAX_MODEL_LEN,
         windows=windows,
         more_blocks=more_blocks,
+        num_states=num_states,
         config=SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=max_batched_tokens, policy=policy
         ),
@@ -265,6 +269,7 @@ class Walk:
         self.windows = chance.choice([(None,), (None,), (9,), (None, 6)])
         self.options: dict[str, Any] = {
             "windows": self.windows,
+            "num_states": chance.choice([0, 0, 2, 6, 20]),
             "num_slots": chance.choice([6, 30, 100]),
             "most_blocks": chance.randint(1, 8),
             "policy": chance.choice([*Policy]),
@@ -303,8 +308,9 @@ class Walk:
                 case "collect" if driver.launched:
                     driver.collect()
                 case "flip":
-                    slots = [chance.randrange(self.options["num_slots"])]
-                    group = chance.randrange(len(self.windows))
+                    nums = driver.pieces.num_slots
+                    group = chance.randrange(len(nums))
+                    slots = [chance.randrange(nums[group])]
                     flip_bits(driver, slots, chance.randrange(10_000), group)
                 case "damage" if self.directory and (files := files_in(self.directory)):
                     damage(chance.choice(files), chance.choice(DAMAGES), chance.randrange(1000))
@@ -356,7 +362,7 @@ class Walk:
         driver.host.work()
         driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
         found = driver.scheduler.stats()
-        assert [each.num_used for each in found.groups] == [0 for _ in self.windows]
+        assert not any(each.num_used for each in found.groups)
         assert not driver.host.rate.open_bytes
         self.check()
         self.check_slots()
@@ -365,16 +371,19 @@ class Walk:
         """What was answered is what there is alone."""
         for (name, index), tokens in self.driver.tokens.items():
             alone = run_alone(
-                self.requests[name], max_model_len=MAX_MODEL_LEN, windows=self.windows
+                self.requests[name],
+                max_model_len=MAX_MODEL_LEN,
+                windows=self.windows,
+                num_states=min(self.options["num_states"], 8),
             )
             assert tokens == alone.tokens[name, index][: len(tokens)]
 
     def check_slots(self) -> None:
         """No slot is lost or doubled: as many new blocks as there are slots are there at once."""
-        tier, num_slots = self.driver.host, self.options["num_slots"]
+        tier = self.driver.host
         blocks = [
             TierBlock(group, f"{group} {number}".encode())
-            for group in range(len(self.windows))
+            for group, num_slots in enumerate(self.driver.pieces.num_slots)
             for number in range(num_slots)
         ]
         for block in blocks:

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.engine.memory.tiers.block_files import BlockFiles
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
+from penstock.scheduler.cache.blocks import BlockTable
+from penstock.scheduler.cache.state_cache import StateTable
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.types import FinishReason, Request
@@ -35,6 +37,7 @@ def engine(
     limit: int = GIB,
     windows: tuple[int | None, ...] = (None,),
     more_blocks: tuple[int, ...] = (),
+    num_states: int = 0,
     policy: Policy = Policy.FCFS,
 ) -> Driver:
     """As a new process would begin."""
@@ -45,6 +48,7 @@ def engine(
         max_model_len=MAX_MODEL_LEN,
         windows=windows,
         more_blocks=more_blocks,
+        num_states=num_states,
         config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, policy=policy),
         make_tier=lambda memory: DiskTier(files, memory, 1e9, num_readers=0),
     )
@@ -255,16 +259,22 @@ class Tiers(RuleBasedStateMachine):
 
     @initialize(
         windows=st.sampled_from([(None,), (None,), (9,), (None, 6)]),
+        num_states=st.sampled_from([0, 0, 2, 5, 20]),
         policy=st.sampled_from(Policy),
         limit=st.sampled_from([GIB, 2000]),
         data=st.data(),
     )
     def start(
-        self, windows: tuple[int | None, ...], policy: Policy, limit: int, data: st.DataObject
+        self,
+        windows: tuple[int | None, ...],
+        num_states: int,
+        policy: Policy,
+        limit: int,
+        data: st.DataObject,
     ) -> None:
         self.scratch = TemporaryDirectory()
         self.directory, self.windows = Path(self.scratch.name), windows
-        self.policy, self.limit = policy, limit
+        self.policy, self.limit, self.num_states = policy, limit, num_states
         self.sizes = [
             data.draw(
                 st.integers(
@@ -282,6 +292,7 @@ class Tiers(RuleBasedStateMachine):
             num_blocks=self.sizes[0],
             more_blocks=tuple(self.sizes[1:]),
             windows=self.windows,
+            num_states=self.num_states,
             policy=self.policy,
             limit=self.limit,
         )
@@ -351,13 +362,13 @@ class Tiers(RuleBasedStateMachine):
         for driver in getattr(self, "drivers", ()):
             scheduler = driver.scheduler
             assert scheduler._loads is not None
-            for index, kv in enumerate(scheduler._kv.blocks):
+            for index, kv in enumerate(scheduler._kv.groups):
                 held = Counter(
                     block
                     for sequences in scheduler._requests.values()
                     for sequence in sequences
                     for table in sequence.tables[index : index + 1]
-                    for block in table.block_ids[table.num_released :]
+                    for block in blocks_of(table)
                 )
                 for load in scheduler._loads._open:
                     held.update(i for block, i in load.block_ids.items() if block.group == index)
@@ -370,7 +381,7 @@ class Tiers(RuleBasedStateMachine):
             assert driver.tier
             driver.tier.work()
             driver.scheduler.schedule(driver.now)  # takes what nobody waits for any more
-            assert not any(kv.num_used for kv in driver.scheduler._kv.blocks)
+            assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
             assert not driver.tier.rate.open_bytes
             self._check(driver)
         if hasattr(self, "scratch"):
@@ -380,8 +391,19 @@ class Tiers(RuleBasedStateMachine):
         """What was answered is what there is alone."""
         for (name, index), tokens in driver.tokens.items():
             request = self.requests[name]
-            alone = run_alone(request, max_model_len=MAX_MODEL_LEN, windows=self.windows)
+            alone = run_alone(
+                request,
+                max_model_len=MAX_MODEL_LEN,
+                windows=self.windows,
+                num_states=min(self.num_states, 8),
+            )
             assert tokens == alone.tokens[name, index][: len(tokens)]
+
+
+def blocks_of(table: BlockTable) -> list[int]:
+    """Those that it holds, and the snapshots of a state that are not findable yet."""
+    pending = [each.state for each in table.pending] if isinstance(table, StateTable) else []
+    return [*table.block_ids[table.num_released :], *pending]
 
 
 TestTiers = Tiers.TestCase

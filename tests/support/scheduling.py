@@ -220,6 +220,8 @@ def run_alone(
     return driver
 
 
-def tokens_alone(request: Request, *, max_model_len: int = 128) -> dict[tuple[str, int], list[int]]:
+def tokens_alone(
+    request: Request, *, max_model_len: int = 128, num_states: int = 0
+) -> dict[tuple[str, int], list[int]]:
     """What the request's answers are there."""
-    return run_alone(request, max_model_len=max_model_len).tokens
+    return run_alone(request, max_model_len=max_model_len, num_states=num_states).tokens

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from operator import mul
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cuda.device import Device
@@ -25,13 +26,14 @@ class GpuOffload:
     """Sized before anything is loaded, so that what does not fit is reported at once."""
 
     def __init__(
-        self, pools: Sequence[GroupPool], num_slots: int, files: BlockFiles | None
+        self, pools: Sequence[GroupPool], num_slots: Sequence[int], files: BlockFiles | None
     ) -> None:
         """num_slots: of each group of layers."""
         self._num_slots = num_slots
         self._files = files
         self._block_bytes = [pool.block_bytes for pool in pools]
-        self._staging = min(STAGING_BYTES, num_slots * sum(self._block_bytes))
+        self._num_bytes = sum(map(mul, num_slots, self._block_bytes))
+        self._staging = min(STAGING_BYTES, self._num_bytes)
         self.staging_bytes = 2 * max(self._staging, *self._block_bytes)
         """How much of the GPU's memory it takes."""
 
@@ -51,12 +53,16 @@ class GpuOffload:
                 f"--kv-offload-gb {wanted / 2**30:g} is of this machine's memory, of which "
                 f"{available / 2**30:.2f} GiB are free; set it to less than that"
             )
-        block_bytes = sum(pool.block_bytes for pool in pools)
-        if not (num_slots := wanted // block_bytes):
+        least = sum(pool.block_bytes for pool in pools)
+        # Of each group one, and of what is left as many as conversations have.
+        of_each = sum(pool.num_below * pool.block_bytes for pool in pools)
+        num_more = (wanted - least) / of_each
+        if num_more < 0:
             raise InvalidConfig(
                 f"--kv-offload-gb {wanted / 2**30:g} has no room for one block of this model, of "
-                f"{block_bytes} bytes; raise it, or lower --block-size"
+                f"{least} bytes; raise it, or lower --block-size"
             )
+        num_slots = [1 + int(num_more * pool.num_below) for pool in pools]
         files = None if directory is None else files_in(directory, config, identity)
         return cls(pools, num_slots, files)
 
@@ -79,12 +85,11 @@ class GpuOffload:
         mover.warm_up()
         to_host, to_device = mover.measure()
         disk = None if self._files is None else disk_tier(self._files, pieces)
-        block_bytes = sum(mover.piece_bytes)
         logger.info(
-            "blocks of keys and values in the host's memory: room for %d, %.2f GiB; they are "
+            "blocks of keys and values in the host's memory: room for %s, %.2f GiB; they are "
             "copied there at %.1f GB/s and back at %.1f GB/s",
-            self._num_slots,
-            self._num_slots * block_bytes / 2**30,
+            " and ".join(map(str, self._num_slots)),
+            self._num_bytes / 2**30,
             to_host / 1e9,
             to_device / 1e9,
         )

@@ -1,4 +1,5 @@
-"""`PoolMover`: blocks of a GPU's pool to pinned memory of the host and back, beside its steps.
+"""`PoolMover`: blocks of a GPU's pools, and recurrent states, to pinned memory of the host and
+back, beside its steps.
 
 A gather runs on one stream and a scatter on another: kernels between the pool and a staging buffer
 of the GPU, where each block is one piece, and copies between that and the slots, one for all that
@@ -24,6 +25,7 @@ from torch import Tensor
 from penstock.engine.kernels.blocks import add_checksums, gather_blocks, scatter_blocks
 from penstock.engine.memory.host import to_device
 from penstock.engine.memory.pool.kv_pool import KVPool, KVPools
+from penstock.engine.memory.pool.state_pool import StatePool
 from penstock.engine.memory.tiers.host_pieces import HostPieces
 from penstock.engine.memory.tiers.host_tier import Move
 
@@ -74,8 +76,8 @@ class PoolMover:
     def __init__(self, pools: KVPools, staging_bytes: int, device: torch.device) -> None:
         """staging_bytes: of each direction, at least of one block."""
         self._device = device
-        self._parts = [words_of(pool) for pool in pools.groups]
-        self.piece_bytes = [piece_bytes(pool) for pool in pools.groups]
+        self._parts = [words_of(pool) for pool in pools.all_groups]
+        self.piece_bytes = [piece_bytes(pool) for pool in pools.all_groups]
         self._pieces: HostPieces | None = None
         size = max(staging_bytes, *self.piece_bytes)
         self._staging_bytes = size
@@ -156,7 +158,7 @@ class PoolMover:
         """Bytes per second to the host and to the device, of the copies alone, which bound the
         rest. The slots' contents, which are nobody's yet, change."""
         assert self._pieces
-        count = min(self.most_blocks(0), self._pieces.num_grown)
+        count = min(self.most_blocks(0), self._pieces.num_grown[0])
         moves = [Move(0, slot, 0) for slot in range(count)]
         staged = self._staged(self._outward, 0, count)
         rates = []
@@ -199,11 +201,11 @@ def pin(memory: Tensor) -> None:
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
 
-def piece_bytes(pool: KVPool) -> int:
+def piece_bytes(pool: KVPool | StatePool) -> int:
     return sum(4 * words.shape[0] * words.shape[2] for words in words_of(pool))
 
 
-def words_of(pool: KVPool) -> list[Tensor]:
+def words_of(pool: KVPool | StatePool) -> list[Tensor]:
     """Returns a view of each tensor of a pool: (layers, blocks, n) int32, of the same memory."""
     return [tensor.flatten(2).view(torch.int32) for pair in pool.pairs() for tensor in pair]
 

@@ -84,6 +84,14 @@ class GroupPool:
         """That one sequence of this length needs at once."""
         return self.group.most_blocks(num_tokens, self.block_size)
 
+    @property
+    def num_below(self) -> float:
+        """How many of its blocks a tier needs for each block of keys and values without a window:
+        of states, the snapshots of a conversation for all of its blocks."""
+        if isinstance(self.group, StateGroup):
+            return (_STATES_EACH - 1) * self.block_size / _TYPICAL_LENGTH
+        return 1.0
+
 
 def bytes_needed(pools: Sequence[GroupPool], num_tokens: int) -> int:
     return sum(pool.most_blocks(num_tokens) * pool.block_bytes for pool in pools)

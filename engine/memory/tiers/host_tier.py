@@ -151,7 +151,7 @@ class HostTier:
         self.key = PROCESS_KEY if disk is None else disk.key
         self._clock = clock
         groups = range(pieces.num_groups)
-        self._free: list[deque[int]] = [deque(range(pieces.num_grown)) for _ in groups]
+        self._free: list[deque[int]] = [deque(range(num)) for num in pieces.num_grown]
         # The least recently used first.
         self._ready: list[OrderedDict[TierBlock, _Piece]] = [OrderedDict() for _ in groups]
         # Stored, and not gathered yet: by block of the pool.
@@ -289,7 +289,8 @@ class HostTier:
         self._disk.flush()
 
     def stats(self) -> TierStats:
-        used = [self._pieces.num_grown - len(free) for free in self._free]
+        pairs = zip(self._pieces.num_grown, self._free, strict=True)
+        used = [num - len(free) for num, free in pairs]
         memory = self._counts._replace(
             num_blocks=sum(map(len, self._ready)),
             num_bytes=sum(num * self._pieces.piece_bytes(group) for group, num in enumerate(used)),
@@ -310,16 +311,16 @@ class HostTier:
 
     def _grow(self) -> None:
         try:
-            while slots := self._pieces.grow():
+            while made := self._pieces.grow():
                 with self._lock:
-                    for free in self._free:
+                    for free, slots in zip(self._free, made, strict=True):
                         free.extend(slots)
         except RuntimeError as error:
             logger.warning(
                 "--kv-offload-gb: of %d blocks that the host's memory was to have room for, it has "
                 "room for %d, as no more of it can be pinned: %s",
-                self._pieces.num_slots,
-                self._pieces.num_grown,
+                sum(self._pieces.num_slots),
+                sum(self._pieces.num_grown),
                 error,
             )
 

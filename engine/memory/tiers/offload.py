@@ -68,16 +68,3 @@ def offload_flag(config: EngineConfig) -> str | None:
     if config.kv_offload_dir is not None:
         return "--kv-offload-dir"
     return None if config.kv_offload_bytes is None else "--kv-offload-gb"
-
-
-def refuse_with_states(config: EngineConfig) -> None:
-    """For a model with recurrent states: without the state after them, the blocks of a prompt's
-    beginning are of no use. Raises InvalidConfig."""
-    flag = offload_flag(config)
-    if flag is None and config.kv_events is not None:
-        flag = "--kv-events-config"
-    if flag is not None:
-        raise InvalidConfig(
-            f"{flag} is not supported for {config.model}: it has layers with a recurrent state, "
-            "which is neither kept with blocks nor told of; leave the flag out"
-        )

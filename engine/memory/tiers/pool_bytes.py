@@ -40,15 +40,15 @@ class PoolBytes:
     """See `penstock.engine.memory.tiers.disk_tier.BlockMemory`.
 
     A piece has all layers of the keys, then of the values, then where there are scales those of
-    both. Of several ranks it has their parts, one after the other. Copies do not hold the
-    interpreter's lock.
+    both; or of a recurrent state its matrices, and then the inputs of convolutions. Of several
+    ranks it has their parts, one after the other. Copies do not hold the interpreter's lock.
     """
 
     def __init__(self, pools: Sequence[KVPools], steps: StepsInFlight | None = None) -> None:
         """pools: of every rank, of whose blocks those with the same number belong together.
         steps: those that must have been computed before a block is written to; None where none is
         in flight when a load begins."""
-        self._pools = list(zip(*(each.groups for each in pools), strict=True))
+        self._pools = list(zip(*(each.all_groups for each in pools), strict=True))
         self._views = [
             [_bytes_of(tensor) for pool in group for pair in pool.pairs() for tensor in pair]
             for group in self._pools

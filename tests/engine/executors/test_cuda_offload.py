@@ -25,6 +25,13 @@ from tests.support.tiny_models import SMALLEST, engine_config, make_model, save
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels are compiled here, not interpreted")
 BLOCK_SIZE, MIB = 8, 2**20
+# One gated delta net, and one attention.
+HYBRID = SMALLEST | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+}
 FIRST, SECOND = [5, 6, 7, 8] * 5, [9, 8, 7] * 7
 
 
@@ -135,6 +142,28 @@ def test_layers_with_a_window_have_blocks_of_their_own_there(tmp_path: Path) -> 
     served.ask(SECOND)
     served.ask(SECOND[1:])
     assert served.ask(FIRST) == (expected, 16)
+
+
+@pytest.mark.slow
+def test_recurrent_states_come_back_from_the_hosts_memory_and_from_the_directory(
+    tmp_path: Path,
+) -> None:
+    path = save(make_model("qwen3_5", **HYBRID), tmp_path / "model")
+    config = configured(path, kv_offload_dir=str(tmp_path / "blocks"))
+    served = Served(config, num_blocks=4)
+    blocks, states = served.ready._pieces.num_slots
+    # As a conversation of 4,096 tokens has: two snapshots, and 512 blocks of 8.
+    assert 200 < blocks / states < 300
+    expected = served.ask(FIRST)[0]
+    for prompt in (SECOND, SECOND[1:], SECOND[2:]):
+        served.ask(prompt)
+    assert served.ask(FIRST) == (expected, 8)
+    memory = served.ready.stats().memory
+    assert memory and memory.hit_blocks_total and not memory.damaged_blocks_total
+    again = Served(config)
+    assert again.ask(FIRST) == (expected, 8)
+    disk = again.ready.stats().disk
+    assert disk and disk.hit_blocks_total == 2
 
 
 def test_what_a_gpu_has_no_room_for_or_cannot_do_is_said_before_the_start(

@@ -35,7 +35,7 @@ class Moved:
         for words in self.parts:
             words.random_(-(2**31), 2**31 - 1)
         self.mover = PoolMover(pools, 4 * piece_bytes(pools.groups[0]), DEVICE)
-        self.pieces = HostPieces(self.mover.piece_bytes, NUM_SLOTS, pin if ON_GPU else None)
+        self.pieces = HostPieces(self.mover.piece_bytes, [NUM_SLOTS], pin if ON_GPU else None)
         self.pieces.grow()
         self.mover.use(self.pieces)
 

@@ -39,9 +39,11 @@ def replayed(context: "zmq.Context[Socket]", endpoint: str, first: int) -> list[
     raise AssertionError("the end of the replay never came")
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize(
+    ("windows", "num_states"), [((None,), 0), ((None, 6), 0), ((None,), 6), ((None, 6), 20)]
+)
 def test_events_tell_of_what_can_be_found_and_of_nothing_else(
-    windows: tuple[int | None, ...],
+    windows: tuple[int | None, ...], num_states: int
 ) -> None:
     events = KVEvents(4)
     driver = Driver(
@@ -49,6 +51,7 @@ def test_events_tell_of_what_can_be_found_and_of_nothing_else(
         max_model_len=64,
         windows=windows,
         more_blocks=(24,) * (len(windows) - 1),
+        num_states=num_states,
         events=events,
     )
     chosen, found = random.Random(1), set[tuple[int, bytes]]()
@@ -69,7 +72,7 @@ def test_events_tell_of_what_can_be_found_and_of_nothing_else(
                     assert isinstance(event, Removed)
                     found.remove(event)
                     num_removed += 1
-            for group, kv in enumerate(driver.scheduler._kv.blocks):
+            for group, kv in enumerate(driver.scheduler._kv.groups):
                 assert {digest for g, digest in found if g == group} == set(kv._block_of)
     assert num_stored > 100 and num_removed > 50
 
@@ -80,8 +83,8 @@ def test_batches_are_as_vllm_sends_them_and_are_sent_again(
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(endpoint=endpoint, replay_endpoint=replay, topic="kv@pod@model")
     events = KVEvents(4)
-    driver = Driver(windows=(None, 6), more_blocks=(64,), events=events)
-    publisher = KVEventPublisher(config, driver.windows, 4)
+    driver = Driver(windows=(None, 6), more_blocks=(64,), num_states=9, events=events)
+    publisher = KVEventPublisher(config, driver.executor.info.kv_groups, 4)
     subscriber = context.socket(zmq.SUB)
     subscriber.connect(endpoint)
     subscriber.subscribe("kv@")
@@ -90,31 +93,35 @@ def test_batches_are_as_vllm_sends_them_and_are_sent_again(
     assert [number for number, _ in first] == [0]
     assert msgspec.msgpack.decode(first[0][1])[1] == [{"type": "AllBlocksCleared"}]
     subscriber.poll(1000)
-    driver.scheduler.add(make_request("a", [*range(20, 30)], max_tokens=1, cache_salt="mine"))
+    driver.scheduler.add(make_request("a", [*range(20, 34)], max_tokens=1, cache_salt="mine"))
     driver.run()
     publisher.publish(events.take())
     assert subscriber.poll(20_000)
     topic, number, payload = subscriber.recv_multipart()
     assert (topic, number) == (b"kv@pod@model", (1).to_bytes(8, "big"))
-    at_s, [whole, windowed], rank = msgspec.msgpack.decode(payload)
+    at_s, [whole, windowed, state], rank = msgspec.msgpack.decode(payload)
     assert at_s > 1e9 and rank == 0
     assert whole | {"block_hashes": []} == {
         "type": "BlockStored",
         "block_hashes": [],
         "parent_block_hash": None,
-        "token_ids": [*range(20, 28)],
+        "token_ids": [*range(20, 32)],
         "block_size": 4,
         "lora_id": None,
         "medium": "GPU",
         "lora_name": None,
-        "extra_keys": [["mine"], None],
+        "extra_keys": [["mine"], None, None],
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
-    assert len(set(whole["block_hashes"])) == 2
+    assert len(set(whole["block_hashes"])) == 3
     assert windowed["group_idx"] == 1
     assert windowed["kv_cache_spec_kind"] == "sliding_window"
     assert windowed["kv_cache_spec_sliding_window"] == 6
+    # Of a state, the one block after which there is a snapshot.
+    assert state["block_hashes"] == whole["block_hashes"][:1]
+    assert (state["group_idx"], state["kv_cache_spec_kind"]) == (2, "mamba")
+    assert (state["parent_block_hash"], state["token_ids"]) == (None, [*range(20, 24)])
     assert replayed(context, replay, 1) == [(1, payload)]
     publisher.publish([Removed(0, bytes(16))])
     publisher.close()

@@ -78,6 +78,17 @@ def test_a_rank_has_the_states_of_its_own_heads_and_layers(tmp_path: Path) -> No
     assert len({info.kv_groups for info in infos}) == 1 and infos[0].num_states > 1
 
 
+def test_several_ranks_have_no_drafts_where_a_tier_may_move_a_state_before_it_has_gone_on(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path / "model")
+    with_tier = replace(config, kv_offload_dir=str(tmp_path / "blocks"))
+    assert SteppedEngine(with_tier).executor.info.takes_drafts
+    for each, takes_drafts in ((config, True), (with_tier, False)):
+        with ranks_of(each, 2, 1) as ranks:
+            assert ranks.info.takes_drafts is takes_drafts
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_second_turn_goes_on_from_a_snapshot_on_all_of_them(
     sizes: tuple[int, int], tmp_path: Path
