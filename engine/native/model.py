@@ -266,10 +266,12 @@ class NativeModel:
 
 def _adapted_rows(layer: Structure) -> dict[Stack, list[int]]:
     """Returns the rows of the linear layers that each stack of adapters changes."""
-    attention, mlp = layer.attention, layer.mlp
+    attention, net, mlp = layer.attention, layer.delta_net, layer.mlp
+    *inputs, beta, decay = [linear.rows for linear in net.projections]
     return {
-        Stack.QKV: [linear.rows for linear in attention.qkv if linear.rows],
-        Stack.OUTPUT: [attention.output.rows],
+        Stack.QKV: [linear.rows for linear in attention.qkv if linear.rows] or inputs,
+        Stack.GATES: [0, 0, beta, decay],  # numbered after the inputs
+        Stack.OUTPUT: [attention.output.rows or net.output.rows],
         Stack.GATE_UP: [mlp.size, mlp.size],
         Stack.DOWN: [mlp.down.rows],
     }

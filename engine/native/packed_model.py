@@ -175,9 +175,10 @@ def _pack_delta_net(packer: Packer, net: DeltaNetLayer, pool: LayerPools, index:
         matrices=matrices,
         inputs=inputs,
         group=pool.group_of(index),
-        projections=(structure("Linear") * 3)(*packer.linears(net.qkv)),
+        projections=(structure("Linear") * 4)(*packer.linears(net.qkv)),
     )
-    packed.projections[2] = packer.linear(net.gates)
+    gates = packer.linears(net.gates)
+    packed.projections[2 : 2 + len(gates)] = gates
     return packed
 
 

@@ -25,7 +25,7 @@ from penstock.engine.models.lora.weights import max_adapter_bytes
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.process.phases import Phases
 from penstock.scheduler.types import Request, RequestId, RequestOutput
-from tests.support.adapters import LinearShapes, save_adapter
+from tests.support.adapters import ALL, OF_DELTA_NETS, LinearShapes, save_adapter
 from tests.support.executors import cpu_executor
 from tests.support.parallel_answers import assert_close, parallel_config, requests
 from tests.support.paths import DEMO_MODEL
@@ -86,6 +86,8 @@ def answers(
         ("phi4", 2, 2, None),  # matrices that are fused in the checkpoint
         ("gemma4", 2, 1, None),  # layers with other heads than others
         ("qwen3", 2, 2, "fp8-block"),
+        ("qwen3_5", 2, 1, None),  # gated delta nets, by their heads
+        ("qwen3_5", 1, 4, None),  # of which one stage has none
     ],
 )
 def test_ranks_answer_as_one_with_two_adapters_and_without(
@@ -97,6 +99,9 @@ def test_ranks_answer_as_one_with_two_adapters_and_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if family == "qwen3_5":
+        monkeypatch.setitem(ADAPTERS, "first", {"targets": (*ALL, *OF_DELTA_NETS)})
+        monkeypatch.setitem(ADAPTERS, "third", {"targets": OF_DELTA_NETS, "layers": [0]})
     if family == "phi4":
         monkeypatch.setitem(ADAPTERS, "second", {"targets": ("qkv_proj", "gate_up_proj")})
         monkeypatch.setitem(ADAPTERS, "third", {"targets": ("o_proj",), "layers": [0]})

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.engine.models.config import ModelConfig
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_DELTA_NETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 
 
 class LinearShapes:

@@ -56,8 +56,8 @@ from penstock.engine.step.device_step import AdapterTiles, DeviceStep
 class FusedMixer(Protocol):
     """Mixes the tokens of one layer. It waits for nothing, so a CUDA graph may hold it.
 
-    projections: the products of the layer's states that it reads; adapters change the first.
-    output: the product of what it gives. out_shape: of what it writes for a token.
+    projections: the products of the layer's states that it reads, which adapters change as
+    `_PROJECTIONS`. output: the product of what it gives. out_shape: of what it writes for a token.
     """
 
     projections: list[FusedLinear]
@@ -77,6 +77,7 @@ class FusedMixer(Protocol):
 _MIXERS: Mapping[
     type[Part], Callable[[Any, LayerPools, int, Angles | None, DeviceAttention], FusedMixer]
 ] = {Attention: FusedAttention, DeltaNet: FusedDeltaNet}
+_PROJECTIONS = (Stack.QKV, Stack.GATES)
 # The parts that it computes.
 _PARTS = {*_MIXERS, MLP, Experts, Norms, PerLayerInput}
 
@@ -312,9 +313,10 @@ class FusedModel:
             rms_norm(residual, first, eps, normed)
         for index, layer in enumerate(layers):
             norms, mixer = layer.norms, layer.mixer
-            qkv, *others = mixer.projections
-            projected = [self._adapted(index, Stack.QKV, qkv, normed, tiles)]
-            projected += [product(linear, normed) for linear in others]
+            projected = [
+                self._adapted(index, stack, linear, normed, tiles)
+                for stack, linear in zip(_PROJECTIONS, mixer.projections, strict=False)
+            ]
             flat = mixer(projected, steps[layer.group], mixed[mixer.out_shape])
             change = self._adapted(index, Stack.OUTPUT, mixer.output, flat, tiles)
             self._summed(change)

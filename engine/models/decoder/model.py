@@ -235,7 +235,7 @@ class LlamaModel:
                 self.group.doing.phase = f"layer {self.stage.layers.start + index}"
             x, mixer = layer.normed(residual), layer.mixer
             if isinstance(mixer, DeltaNetLayer):
-                mixed = mixer(x, *pool.states(index), segments)
+                mixed = mixer(x, *pool.states(index), segments, step.adapters, index)
             else:
                 own = steps[pool.group_of(index)]
                 mixed = mixer(x, index, angles[index], *pool.layer(index), own)

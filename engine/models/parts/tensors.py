@@ -25,9 +25,11 @@ class Span:
 
 
 class Stack(StrEnum):
-    """The linear layers that LoRA adapters change, each stacked of some of a checkpoint's."""
+    """The linear layers that LoRA adapters change, each stacked of some of a checkpoint's. What
+    mixes tokens has the first, and a gated delta net the second beside it."""
 
     QKV = "qkv"
+    GATES = "gates"
     OUTPUT = "output"
     GATE_UP = "gate_up"
     DOWN = "down"

@@ -17,7 +17,7 @@ from penstock.engine.step.model_input import AdapterRun
 # low_rank.h packs so many of A's rows, and of their columns.
 _ROWS, _COLUMNS = 4, 16
 # structs.h has so many projections of each stack, in this order.
-_PROJECTIONS = {Stack.QKV: 3, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
+_PROJECTIONS = {Stack.QKV: 3, Stack.GATES: 2, Stack.OUTPUT: 1, Stack.GATE_UP: 2, Stack.DOWN: 1}
 
 _LOW_RANK, _LAYER, _RUN = map(structure, ("LowRank", "AdapterLayer", "AdapterRun"))
 
@@ -33,7 +33,7 @@ class NativeAdapter:
         self.width = 0
         self.layers = (_LAYER * len(adapter.layers))()
         for layer, changes, rows_of in zip(self.layers, adapter.layers, rows, strict=True):
-            place = 0
+            place = width = 0
             for stack, most in _PROJECTIONS.items():
                 low_ranks = [
                     part
@@ -43,7 +43,10 @@ class NativeAdapter:
                 assert len(low_ranks) <= most, (stack, len(low_ranks))
                 for index, low_rank in enumerate(low_ranks):
                     layer.changes[place + index] = low_rank
-                self.width = max(self.width, sum(part.rank for part in low_ranks))
+                # Gates are of one stack with what is before them.
+                width *= stack is Stack.GATES
+                width += sum(part.rank for part in low_ranks)
+                self.width = max(self.width, width)
                 place += most
 
     def _parts(self, change: Change, rows: list[int]) -> list[Structure]:

@@ -9,11 +9,12 @@ namespace {
 struct Stack {
     int64_t first, count;
 };
-constexpr Stack kQkv{0, 3}, kOutput{3, 1}, kGateUp{4, 2}, kDown{6, 1}, kNoStack{7, 0};
+constexpr Stack kQkv{0, 5}, kOutput{5, 1}, kGateUp{6, 2}, kDown{8, 1}, kNoStack{9, 0};
 
-struct Place {  // of a stack of linear layers
+struct Place {  // of a stack of linear layers, or of those from number `first` on, where others were multiplied before
     int64_t layer;
     Stack stack;
+    int64_t first = 0;
 };
 
 class Adapters {
@@ -33,7 +34,7 @@ class Adapters {
     // low_ = A x of the tokens that have an adapter. read(t, out) gives x, of so many columns.
     template <class Read>
     KEEP_APART void shrink(StepThread &thread, Place place, int64_t columns, Read read) {
-        if (!any() || !place.stack.count) return;
+        if (!any() || !place.stack.count || place.first) return;
         const int64_t step = low_rank_columns(columns), tiles = int64_t(adapted_.size());
         // Few tiles are split, by ranks, so that every thread has some.
         const int64_t each = tiles < 2 * num_threads_ ? 8 : s_.width;
@@ -59,7 +60,7 @@ class Adapters {
         });
     }
 
-    // c, of one band of a stack's layer `linear` and some tokens, += what their adapters add.
+    // c, of one band of a place's layer `linear` and some tokens, += what their adapters add.
     KEEP_APART void add(Place place, int64_t linear, int64_t band, int64_t first, int64_t tokens, float *c) {
         for (int64_t i = 0; i < s_.num_runs; ++i) {
             const AdapterRun &run = s_.runs[i];
@@ -71,7 +72,7 @@ class Adapters {
             for (int64_t j = stack.first; j < stack.first + stack.count; ++j) {
                 const LowRank &change = run.layers[place.layer].changes[j];
                 const int64_t own_band = band - change.first;
-                if (change.linear == linear && own_band >= 0 && own_band < change.bands) {
+                if (change.linear == place.first + linear && own_band >= 0 && own_band < change.bands) {
                     for (int64_t t = from; t < to; ++t)
                         add_low_rank_band(low_ + t * s_.width + at, change.up, own_band, change.rank,
                                           float(change.scale), c + (t - first) * kBand);

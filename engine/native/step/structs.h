@@ -73,8 +73,8 @@ struct Latents {
 
 struct DeltaNetLayer {
     // The convolution's inputs and output gates, in one or two; then beta of each value head, and what its decay is
-    // made of.
-    Linear projections[3];
+    // made of, in one or two.
+    Linear projections[4];
     Linear output;
     // Each key head serves as many value heads, one after the other.
     int64_t num_key_heads, num_value_heads, key_dim, value_dim, num_taps;
@@ -207,9 +207,10 @@ struct LowRank {
     double scale;
 };
 
-// Those of the stacks of qkv, of the output, of gate and up, and of down: see kQkv and the others in adapters.h.
+// Those of the stacks of qkv and of a delta net's gates, which are one here, of the output, of gate and up, and of down:
+// see kQkv and the others in adapters.h.
 struct AdapterLayer {
-    LowRank changes[7];
+    LowRank changes[9];
 };
 
 // Consecutive tokens with one adapter.

@@ -19,7 +19,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.groups import StateGroup
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
-from tests.support.adapters import save_adapter
+from tests.support.adapters import ALL, OF_DELTA_NETS, save_adapter
 from tests.support.executors import cuda_executor
 from tests.support.kernels import ON_GPU
 from tests.support.scheduling import make_request
@@ -139,9 +139,10 @@ def test_a_mixtures_steps_are_the_same_padded_to_a_graphs_size(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_adapter_of_attention_and_mlps_gives_what_the_cpu_executor_gives(tmp_path: Path) -> None:
+def test_an_adapter_of_all_layers_gives_what_the_cpu_executor_gives(tmp_path: Path) -> None:
     model = make_model("qwen3_5", **SMALL)
-    path, adapter = save(model, tmp_path / "base"), save_adapter(model, tmp_path / "adapter")
+    path = save(model, tmp_path / "base")
+    adapter = save_adapter(model, tmp_path / "adapter", targets=(*ALL, *OF_DELTA_NETS))
     config = engine_config(
         path,
         block_size=BLOCK_SIZE,
@@ -169,7 +170,6 @@ def test_what_recurrent_layers_cannot_do_on_a_gpu_is_refused_by_name(tmp_path: P
     config: EngineConfig = engine_config(path)
     refused = {
         "--quantization is int8": replace(config, quantization=Quantization.INT8),
-        "--kv-offload-dir": replace(config, kv_offload_dir=str(tmp_path / "blocks")),
     }
     for message, changed in refused.items():
         with pytest.raises(InvalidConfig, match=message):

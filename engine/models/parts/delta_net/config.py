@@ -13,6 +13,7 @@ from penstock.engine.models.parts.tensors import (
     LinearSpec,
     MatrixSpec,
     Part,
+    Stack,
     VectorSpec,
     matrix,
 )
@@ -67,15 +68,17 @@ class DeltaNet(Part):
         inputs, then output gates. output: back to the states."""
         hidden, heads, keys, values = Axis(self.hidden_size), *self._axes
 
-        def stacked(**rows: tuple[Axis, ...]) -> LinearSpec:
+        def stacked(stack: Stack, **rows: tuple[Axis, ...]) -> LinearSpec:
             names = [f"linear_attn.in_proj_{name}" for name in rows]
             each = zip(names, rows.values(), strict=True)
-            return LinearSpec(tuple(MatrixSpec((name,), axes, hidden) for name, axes in each))
+            matrices = tuple(MatrixSpec((name,), axes, hidden) for name, axes in each)
+            return LinearSpec(matrices, adapters=stack)
 
+        output = matrix("linear_attn.out_proj", hidden, values)
         return {
-            "gates": stacked(b=(heads,), a=(heads,)),
-            "qkv": stacked(qkv=(keys, keys, values), z=(values,)),
-            "output": LinearSpec((matrix("linear_attn.out_proj", hidden, values),)),
+            "gates": stacked(Stack.GATES, b=(heads,), a=(heads,)),
+            "qkv": stacked(Stack.QKV, qkv=(keys, keys, values), z=(values,)),
+            "output": LinearSpec((output,), adapters=Stack.OUTPUT),
         }
 
     @property

@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.parts.adapter import adapted
 from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.reader import PartLayer, PartReader
-from penstock.engine.step.model_input import ModelInput
+from penstock.engine.models.parts.tensors import Stack
+from penstock.engine.step.model_input import AdapterRun, ModelInput
 
 _L2_EPS = 1e-6
 
@@ -136,9 +138,12 @@ class DeltaNetLayer(PartLayer[DeltaNet]):
         matrices: Tensor,
         inputs: Tensor,
         segments: Segments,
+        runs: tuple[AdapterRun, ...] = (),
+        index: int = 0,
     ) -> Tensor:
-        """Returns its output for x, (T, hidden_size), on this rank. The rest: see
-        `torch_recurrence`."""
-        projected, gates = self.qkv(x).float(), self.gates(x).float()
+        """Returns its output for x, (T, hidden_size), on this rank. runs, index: the tokens with
+        adapters, and which layer of the model it is. The rest: see `torch_recurrence`."""
+        projected = adapted(self.qkv, x, runs, index, Stack.QKV).float()
+        gates = adapted(self.gates, x, runs, index, Stack.GATES).float()
         given = torch_recurrence(self, projected, gates, matrices, inputs, segments)
-        return self.output(given.to(x.dtype))
+        return adapted(self.output, given.to(x.dtype), runs, index, Stack.OUTPUT)

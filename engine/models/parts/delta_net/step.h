@@ -12,15 +12,14 @@ class DeltaNetPhases : PartPhases {
     KEEP_APART void run(StepThread &thread, int64_t index) {
         const Layer &layer = m_.layers[index];
         const DeltaNetLayer &net = layer.delta_net;
-        const Linear *inputs = net.projections, *gates = inputs + 2;
-        const bool is_apart = is_coded(*inputs) || is_coded(*gates);
-        project(thread, layer, inputs, is_apart ? 2 : 3, 0);
-        if (is_apart) project(thread, layer, gates, 1, inputs[0].rows + inputs[1].rows);
+        const bool are_apart = is_coded(net.projections[0]) || is_coded(net.projections[2]);
+        project(thread, index, 0, are_apart ? 2 : 4);
+        if (are_apart) project(thread, index, 2, 2);
         thread.run(s_.sequences * net.num_key_heads, [&](int64_t unit) {
             recur(thread.worker, index, unit / net.num_key_heads, unit % net.num_key_heads);
         });
         linears_.multiply_and_add(thread, net.output, {state_.x, state_.x_step}, state_.mixed, state_.attended_size,
-                                  {index, kNoStack});
+                                  {index, kOutput});
     }
 
     // accepted: of each sequence, how many of its drafts are right. Their tokens are computed again, from what the
@@ -44,9 +43,12 @@ class DeltaNetPhases : PartPhases {
         int64_t first, end, source, num_before;
     };
 
-    // column: where the first of these layers writes.
-    void project(StepThread &thread, const Layer &layer, const Linear *layers, int count, int64_t column) {
-        linears_.multiply_normalised(thread, layer.input_norm, layers, count, {0, kNoStack},
+    // The layer's projections from number `first` on, so many.
+    void project(StepThread &thread, int64_t index, int first, int count) {
+        const Layer &layer = m_.layers[index];
+        const Linear *all = layer.delta_net.projections;
+        const int64_t column = first ? all[0].rows + all[1].rows : 0;
+        linears_.multiply_normalised(thread, layer.input_norm, all + first, count, {index, kQkv, first},
                                      [&](int64_t t, int64_t n, const float *y, int64_t columns) {
                                          std::copy_n(y, columns, state_.wide + t * state_.qkv_size + column + n);
                                      });

@@ -12,8 +12,9 @@ from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.lora.weights import read_adapter
 from penstock.engine.models.parts.adapter import Adapter
 from penstock.engine.native.model import NativeModel
-from tests.support.adapters import ALL, merged, save_adapter
+from tests.support.adapters import ALL, OF_DELTA_NETS, merged, save_adapter
 from tests.support.compiler import needs_compiler
+from tests.support.quantized_checkpoints import FORMATS, save_quantized
 from tests.support.tiny_models import CPU, Harness, make_model, save
 
 TOLERANCE = 1e-4
@@ -84,6 +85,46 @@ def test_an_adapter_changes_other_families_too(family: str, native: bool, tmp_pa
     (got,) = harness.run([(0, 0, len(IDS))], adapters={0: packed(harness, path, adapter)})
     wanted = expected(model, adapter, IDS)
     assert (got - wanted).abs().max() < TOLERANCE * max(1.0, float(wanted.abs().max()))
+
+
+HYBRID: dict[str, dict[str, Any]] = {
+    "all": {"targets": (*ALL, *OF_DELTA_NETS)},
+    "delta nets": {"targets": OF_DELTA_NETS, "rank": 9},
+    "gates": {"targets": ("in_proj_b", "in_proj_a", "q_proj"), "rank": 3},
+    "patterns": {
+        "targets": ("in_proj_qkv", "in_proj_a", "out_proj"),
+        "rank_pattern": {"in_proj_a": 11, "out_proj": 2},
+    },
+}
+
+
+@on_both_paths
+@pytest.mark.parametrize("settings", HYBRID)
+@pytest.mark.parametrize("codes", [None, "fp8-block", "gptq4"])
+def test_an_adapter_changes_gated_delta_nets_too(
+    codes: str | None, settings: str, native: bool, tmp_path: Path
+) -> None:
+    """codes: of the base; where they are integers, gates are multiplied after the rest."""
+    model, path = make_model("qwen3_5", intermediate_size=96), tmp_path / "base"
+    if codes is None:
+        save(model, path)
+    else:
+        save_quantized(model, path, FORMATS[codes])
+    adapter = save_adapter(model, tmp_path / "adapter", **HYBRID[settings])
+    harness = Harness(path, native=native, has_codes=native and codes is not None)
+    harness.token_table[:2, : len(IDS)] = IDS
+    weights = {0: packed(harness, path, adapter)}
+    got = torch.cat(
+        harness.run([(0, 0, 7), (1, 0, 5)], adapters=weights)[:1]
+        + harness.run([(1, 5, 2), (0, 7, 4)], adapters=weights)[1:]
+        + harness.run([(0, 11, 1), (1, 7, 1)], num_decodes=2, adapters=weights)[:1]
+    )
+    wanted, of_base = expected(model, adapter, IDS), expected(model, None, IDS)
+    assert (got - wanted).abs().max() < TOLERANCE
+    assert (wanted - of_base).abs().max() > 0.03
+    # And its neighbour in the step is as it was.
+    (other,) = harness.run([(1, 8, 4)], adapters=weights)
+    assert (other - of_base[8:]).abs().max() < TOLERANCE
 
 
 @on_both_paths
