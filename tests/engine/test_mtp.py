@@ -33,7 +33,8 @@ from penstock.scheduler.types import Request, SamplingParams
 from tests.support.compiler import needs_compiler
 from tests.support.drafting import EveryDraft
 from tests.support.executors import cpu_executor
-from tests.support.mtp_heads import ReferenceHead, rig, save_with_head
+from tests.support.mtp_heads import ReferenceHead, add_head, rig, save_with_head
+from tests.support.quantized_checkpoints import FORMATS, pack_layers, save_quantized
 from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import engine_config, make_model, save
@@ -168,6 +169,32 @@ def test_a_head_that_predicts_what_the_model_does_is_right(
     stats = drafter.stats[-1]
     assert stats.source == "mtp" and stats.num_draft_tokens_total > 100
     assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens_total
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3_5", "fp8-block"), ("qwen3_5", "gptq4"), ("qwen3_5_moe", "fp8-block")],
+)
+def test_a_head_in_codes_proposes_what_their_values_do(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    """As published in FP8: all but gates, norms and what comes before the head's layer."""
+    has_experts = family == "qwen3_5_moe"
+    sizes = {"head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256}
+    if has_experts:
+        sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    model = make_model(family, **sizes)
+    head = ReferenceHead(model)
+    plain = ("lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate", "fc")
+    codes = pack_layers(head, FORMATS[name].pack, plain, has_experts=has_experts)
+    save_quantized(model, tmp_path, FORMATS[name], plain, has_experts=has_experts)
+    add_head(tmp_path, head, codes)
+    requests, config = _requests(GREEDY), _config(tmp_path)
+    engine, drafter, recorder = _engine(config)
+    assert answers_of(requests, engine.run(requests)) == _plain(config, requests)
+    assert drafter.stats[-1].num_draft_tokens_total > 60
+    for known, drafts, first in recorder.found:
+        assert max(head.gaps(known, drafts, first)) < 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,18 @@ def rig(model: Any, head: ReferenceHead) -> None:
 
 
 def save_with_head(model: Any, head: ReferenceHead, path: Path) -> Path:
-    file = save(model, path) / "model.safetensors"
-    tensors = {f"mtp.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
+    return add_head(save(model, path), head, {})
+
+
+def add_head(path: Path, head: ReferenceHead, codes: dict[str, Tensor]) -> Path:
+    """To the checkpoint of its model. codes: of its layers that are quantized, by their names."""
+    file = path / "model.safetensors"
+    coded = {name.rpartition(".")[0] for name in codes}
+    tensors = {
+        f"mtp.{name}": tensor.contiguous()
+        for name, tensor in head.state_dict().items()
+        if name.rpartition(".")[0] not in coded and not (codes and ".experts." in name)
+    }
+    tensors |= {f"mtp.{name}": tensor for name, tensor in codes.items()}
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
     return path

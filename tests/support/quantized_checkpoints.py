@@ -64,27 +64,24 @@ def save_quantized(
     quantized: QuantizedFormat,
     plain: tuple[str, ...] = ("lm_head",),
     packs: dict[str, Pack] | None = None,
+    *,
+    has_experts: bool = False,
 ) -> Any:
     """Saves transformers' model with its linear layers quantized, and gives it their values.
 
     plain: parts of names of layers that are not quantized. packs: of layers that are quantized
-    otherwise, by parts of their names.
+    otherwise, by parts of their names. has_experts: whether each expert of a mixture is quantized
+    too.
     """
-    state: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not any(part in name for part in plain):
-            others = [pack for part, pack in (packs or {}).items() if part in name]
-            pack = (*others, quantized.pack)[0]
-            tensors, weight = pack(module.weight.detach().float().numpy())
-            module.weight.data = torch.from_numpy(weight)
-            state |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
+    state = pack_layers(model, quantized.pack, plain, packs, has_experts=has_experts)
     model.save_pretrained(path)
     file = path / "model.safetensors"
     replaced = {name.rpartition(".")[0] for name in state}
     kept = {
         name: tensor
         for name, tensor in load_file(file).items()
-        if name.rpartition(".")[0] not in replaced or not name.endswith(".weight")
+        if not (has_experts and ".experts." in name)
+        and (name.rpartition(".")[0] not in replaced or not name.endswith(".weight"))
     }
     save_file(kept | state, file)
     config = json.loads((path / "config.json").read_text())
@@ -94,6 +91,36 @@ def save_quantized(
     for name, content in quantized.beside.items():
         (path / name).write_text(json.dumps(content))
     return model
+
+
+def pack_layers(
+    model: Any,
+    pack: Pack,
+    plain: tuple[str, ...],
+    packs: dict[str, Pack] | None = None,
+    *,
+    has_experts: bool = False,
+) -> dict[str, Tensor]:
+    """Gives linear layers the values of their codes, and returns these. The rest: as of
+    `save_quantized`."""
+    state: dict[str, Tensor] = {}
+
+    def add(name: str, weight: Tensor) -> None:
+        others = [each for part, each in (packs or {}).items() if part in name]
+        tensors, values = (*others, pack)[0](weight.detach().float().numpy())
+        weight.data.copy_(torch.from_numpy(values))
+        state.update({f"{name}.{end}": each.contiguous() for end, each in tensors.items()})
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not any(part in name for part in plain):
+            add(name, module.weight)
+        if has_experts and name.endswith(".experts"):
+            stacks = zip(module.gate_up_proj, module.down_proj, strict=True)
+            for number, (both, down) in enumerate(stacks):
+                gate, up = both.chunk(2)
+                for part, weight in (("gate", gate), ("up", up), ("down", down)):
+                    add(f"{name}.{number}.{part}_proj", weight)
+    return state
 
 
 # FP8

@@ -28,22 +28,23 @@ _FAMILIES = {"qwen3_5_text", "qwen3_5_moe_text"}
 def lacks_head(model_dir: Path) -> str | None:
     """Says in words why the checkpoint has no head that can be computed; None where it has one."""
     names = [name for name in tensor_names(model_dir) or () if name.startswith(_HEAD)]
-    if not names or ModelConfig.from_dir(model_dir).family not in _FAMILIES:
+    config = ModelConfig.from_dir(model_dir)
+    if not names or config.family not in _FAMILIES:
         return "the checkpoint has no such head (tensors mtp.* of Qwen3.5, 3.6 or 3.8)"
     files = TensorFiles(model_dir)
     if any(name.startswith(f"{_HEAD}layers.1.") for name in names):
         return "its head has several layers"
     if any(name.startswith(f"{_HEAD}embed_tokens.") for name in names):
         return "its head has an embedding of its own"
-    if not all(name.endswith((".weight", "_proj")) and _is_plain(files, name) for name in names):
-        return "its head is quantized in the checkpoint"
+    if not all(_is_known(name, config) for name in names if not _is_plain(files, name)):
+        return "its head is quantized in the checkpoint, and config.json does not say how"
     return None
 
 
 def head_config(model: ModelConfig) -> ModelConfig:
     """The head's layer as a model: one like the served model's last with attention."""
     layers = [layer for layer in model.layers if layer.attention is not None]
-    return replace(model, layers=(layers[-1],), quantization=None)
+    return replace(model, layers=(layers[-1],))
 
 
 def head_weights(head: ModelConfig) -> int:
@@ -105,6 +106,14 @@ class MtpHead(LlamaModel):
 
 def _name(name: str) -> str:
     return f"{_HEAD}layers.{name.removeprefix(LAYER)}" if name.startswith(LAYER) else name
+
+
+def _is_known(name: str, config: ModelConfig) -> bool:
+    """Whether config.json says how this tensor of codes is read: those of its layer alone are."""
+    quantization, layer = config.quantization, name.rpartition(".")[0]
+    if quantization is None or not name.startswith(f"{_HEAD}layers."):
+        return False
+    return quantization.scheme_if_quantized(layer) is not None
 
 
 def _is_plain(files: TensorFiles, name: str) -> bool:

@@ -16,7 +16,7 @@ from penstock.engine.models.formats.scheme import TensorScheme
 # The class that all layers have which can be quantized, as checkpoints name it.
 LINEAR = "Linear"
 # Ranks have some of the columns of these; of all others, some of the rows.
-_BY_COLUMNS = (".o_proj", ".down_proj")
+_BY_COLUMNS = (".o_proj", ".out_proj", ".down_proj")
 _LAYER = "model.layers."
 
 _ADVICE = (
