@@ -24,8 +24,12 @@ MOST_LOST = 32
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = make_model("qwen3_5_wrapped", vocab_size=2048, max_position_embeddings=4096)
-    path = save(model, tmp_path_factory.mktemp("model"))
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+def saved(path: Path, **sizes: int) -> Path:
+    model = make_model("qwen3_5_wrapped", vocab_size=2048, max_position_embeddings=4096, **sizes)
+    save(model, path)
     shutil.copy(DEMO_MODEL / "tokenizer.json", path)
     settings = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
@@ -116,9 +120,9 @@ def test_six_turns_compute_what_is_new_though_the_engine_is_killed_between_them(
         running.stop()
 
 
-def test_six_turns_compute_what_is_new_though_each_has_a_server_of_its_own(
-    hybrid: Path, tmp_path: Path
-) -> None:
+def test_six_turns_compute_what_is_new_though_each_has_a_server_of_its_own(tmp_path: Path) -> None:
+    # So large that to compute a prompt takes far longer than to read its blocks.
+    hybrid = saved(tmp_path / "model", hidden_size=512, intermediate_size=2048)
     flags = ("--kv-offload-dir", str(tmp_path / "blocks"))
     servers = [started(hybrid, *flags)]
     servers[0].wait_until_ready()

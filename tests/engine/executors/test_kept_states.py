@@ -76,4 +76,4 @@ def test_in_a_directory(config: EngineConfig, kind: KVCacheDtype, tmp_path: Path
     directory = tmp_path / "blocks"
     config = replace(config, kv_offload_dir=str(directory), kv_cache_dtype=kind)
     check_second_engine(config)
-    assert {path.suffix for path in files_in(directory)} == {".0", ".1"}
+    assert {path.suffix for path in files_in(directory)} >= {".0", ".1"}

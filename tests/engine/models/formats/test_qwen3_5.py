@@ -27,8 +27,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 16,
-        "intermediate_size": 96,
+        "head_dim": 32,
+        "intermediate_size": 128,
         "linear_num_key_heads": 4,
         "linear_key_head_dim": 32,
         "linear_num_value_heads": 8,
