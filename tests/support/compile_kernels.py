@@ -399,6 +399,7 @@ class MetaModel:
             PlainLinear,
             max_model_len=8192,
             device=META,
+            maps_tables=False,
         )
         layout = config.kv_layout(8192)
         num_blocks = [100] * len(layout.pools(config.kv_shape, block_size, 1))

@@ -236,7 +236,7 @@ class Model:
             dtype = torch.bfloat16
             llama = LlamaModel(
                 config, MetaWeights(config, dtype, self._codes), PlainLinear,
-                max_model_len=8192, device=META,
+                max_model_len=8192, device=META, maps_tables=False,
             )  # fmt: skip
             pool = KVPool(config.kv_shape, 100, BLOCK_SIZE, self._kv_dtype, META)
             attention = PagedAttention(

@@ -116,6 +116,7 @@ class SmallModel:
             PlainLinear,
             max_model_len=self.sizes.max_len,
             device=self.device,
+            maps_tables=False,
         )
 
     def _build(self, grammars: Grammars, graphs: bool, chunk_graphs: bool) -> CudaExecutor:

@@ -92,6 +92,7 @@ def _executor(
             PlainLinear,
             max_model_len=MAX_LEN,
             device=DEVICE,
+            maps_tables=False,
         )
     padded = [num + 1 for num in size.by_group]
     pool = KVPools(config.kv_shape, layout, padded, BLOCK_SIZE, dtype, DEVICE)
