@@ -20,7 +20,7 @@ from penstock.engine.files.gguf.header import TensorInfo
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
-from penstock.engine.models.formats import gguf as blocks
+from penstock.engine.models.formats.gguf import blocks
 from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.gguf.names import (
     EMBEDDING,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.files.gguf.header import OTHER_TYPES, TENSOR_TYPES, TensorType
-from penstock.engine.models.formats import gguf as blocks
+from penstock.engine.models.formats.gguf import blocks
 
 TYPES = pytest.mark.parametrize(
     ("number", "kind"), TENSOR_TYPES.items(), ids=[kind.name for kind in TENSOR_TYPES.values()]
