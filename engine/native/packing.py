@@ -159,6 +159,7 @@ class Packer:
             fields["scales"] = self._in_bands(layer.scales, layer.minima)
             if layer.factors is not None:
                 fields["factors"] = self._in_bands(layer.factors, layer.minimum_factors)
+                fields["factor_columns"], fields["unit"] = layer.factor_columns, layer.unit
             return fields
         fields["order"] = self.address(layer.order)
         fields["weight"] = self._codes("codes", layer.codes, row_bytes, *sizes, layer.group_size)

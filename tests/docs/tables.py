@@ -141,6 +141,8 @@ def quantized() -> str:
     """The quantized formats that the tests load, and as what each device holds them."""
     from torch import device
 
+    from penstock.engine.files.gguf.header import TENSOR_TYPES
+    from penstock.engine.models.formats.gguf import blocks
     from penstock.engine.models.formats.kept import AsStored, CodePolicy, OnGpu
     from penstock.engine.native.packing import FORMATS as NATIVE_FORMATS
     from tests.support.quantized_checkpoints import FORMATS, scheme_of
@@ -155,6 +157,12 @@ def quantized() -> str:
         (each.name, each.weight_format, *(held(scheme_of(each), kept) for kept in paths))
         for each in FORMATS.values()
     ]
+    for kind in sorted(TENSOR_TYPES.values(), key=lambda kind: (kind.name[0] != "Q", kind.name)):
+        if (stored := blocks.scheme(kind)) is not None:
+            bits = kind.block_bytes * 8 / kind.block_size
+            in_memory = stored.num_bytes(1, 4096) * 8 / 4096
+            name = f"GGUF {kind.name}: {bits:.2f} bits a weight, here {in_memory:.2f}"
+            rows.append((name, stored.weight_format, *(held(stored, kept) for kept in paths)))
     return _table(("checkpoint", "codes", "on a CPU", "on a GPU"), rows)
 
 
@@ -164,6 +172,7 @@ _MODELS = {
     "mistral": "Mistral 7B, Nemo, Small 3; Mistral Small 3.1 and 3.2 (text)",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B (mixtures of experts)",
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (mixtures of experts)",
     "qwen3_5_text": "Qwen3.5, 3.6, 3.8, dense (text)",
     "qwen3_5_moe_text": "Qwen3.5, 3.6, 3.8, mixtures of experts (text)",

@@ -1,6 +1,7 @@
 """Numbers as the blocks of GGUF: by llama.cpp's package, and what that only reads, by simple
-rounding, which is worse than llama.cpp's."""
+rounding, which is worse than llama.cpp's, or as blocks at random."""
 
+import zlib
 from typing import Any
 
 import gguf
@@ -15,12 +16,76 @@ _LEVELS = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
 
 
 def quantized_blocks(values: Floats, kind: Type) -> Bytes:
-    """(rows, columns) to (rows, bytes of a row)."""
-    if kind not in _ENCODERS:
+    """(..., columns) to (..., bytes of a row)."""
+    size = gguf.GGML_QUANT_SIZES[kind][0]
+    if kind in _FACTORS or kind is Type.IQ1_M:
+        blocks = _at_random(values, kind)
+    elif kind in _ENCODERS:
+        blocks = _ENCODERS[kind](values.reshape(-1, size).astype(np.float32))
+    else:
         packed: Bytes = gguf.quants.quantize(values, kind)
         return packed
-    blocks = _ENCODERS[kind](values.reshape(-1, 256).astype(np.float32))
     return np.ascontiguousarray(blocks.reshape(*values.shape[:-1], -1))
+
+
+def dequantized_blocks(packed: Bytes, kind: Type | int) -> Floats:
+    """(..., bytes of a row) to (..., columns). kind: or the number of one that the package does not
+    know."""
+    if kind in (Type.Q1_0, 42):
+        bits = 1 if kind == Type.Q1_0 else 2
+        blocks = packed.reshape(-1, 18)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = (blocks[:, 2:, None] >> shifts & (1 << bits) - 1).reshape(len(blocks), -1)
+        numbers = 2.0 * codes - 1 if bits == 1 else codes - 1.0
+        return (scales * numbers.astype(np.float32)).reshape(*packed.shape[:-1], -1)
+    numbers_of_package: Floats = gguf.quants.dequantize(packed, Type(kind))
+    return numbers_of_package
+
+
+# Where the factors of a block are: of types that only the C of llama.cpp writes.
+_FACTORS = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    **dict.fromkeys((Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S), (0,)),
+    **dict.fromkeys((Type.IQ3_XXS, Type.IQ3_S, Type.IQ1_S), (0,)),
+}
+
+
+def _at_random(values: Floats, kind: Type) -> Bytes:
+    """Blocks of any bytes, the same for the same values, whose numbers are about as large."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(zlib.crc32(np.ascontiguousarray(values).tobytes()))
+    blocks = random.integers(0, 256, (values.size // size, num_bytes), dtype=np.uint8)
+    _set_factor(blocks, kind, np.float16(1))
+    found = gguf.quants.dequantize(blocks, kind)
+    _set_factor(blocks, kind, np.float16(values.std() / found.std()))
+    return blocks
+
+
+def _set_factor(blocks: Bytes, kind: Type, factor: np.float16) -> None:
+    for at in _FACTORS.get(kind, ()):
+        blocks[:, at : at + 2] = np.array([factor]).view(np.uint8)
+    if kind is Type.IQ1_M:  # in the highest four bits of four words
+        bits = int(np.array([factor]).view(np.uint16)[0])
+        for index in range(4):
+            last = blocks[:, 49 + 2 * index]
+            last[:] = last & 15 | (bits >> 4 * index & 15) << 4
+
+
+def _signs(blocks: Floats) -> Bytes:
+    scales = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).view(np.uint8)
+    return np.concatenate([scales, np.packbits(blocks > 0, axis=1, bitorder="little")], axis=1)
+
+
+def _nvfp4(values: Floats) -> Bytes:
+    groups, kind = values.reshape(-1, 4, 16), gguf.quants.NVFP4
+    scales = kind.fp32_to_ue4m3(np.abs(groups).max(2) / 6)
+    step = kind.ue4m3_to_fp32(scales)[..., None, None]
+    levels = np.array(kind.kvalues, np.float32)
+    codes = np.abs(groups[..., None] / np.where(step == 0, 1, step) - levels).argmin(-1)
+    packed = _nibbles(*np.split(codes.astype(np.uint8), 2, axis=2)).reshape(-1, 32)
+    return np.concatenate([scales, packed], axis=1)
 
 
 def _codes(values: Floats, highest: int) -> Bytes:
@@ -95,4 +160,6 @@ _ENCODERS = {
     Type.Q5_K: lambda values: _with_minima(values, 5),
     Type.Q6_K: _q6_k,
     Type.IQ4_XS: _iq4_xs,
+    Type.Q1_0: _signs,
+    Type.NVFP4: _nvfp4,
 }

@@ -15,11 +15,13 @@ from penstock.engine.models.layers.weight_formats import (
     BY_COLUMN_FORMAT,
     LEVELS_FORMAT,
     CodedLayout,
+    Spans,
     block_format,
     integer_format,
+    sizes_of_parts,
 )
 
-FACTOR_COLUMNS = 256
+_FACTOR_COLUMNS = 256
 # Weights that are widened together, in some 20 bytes each.
 _MAX_WIDENED = 2**22
 _BY_GROUP = ("scales", "zeros", "minima")
@@ -42,8 +44,9 @@ class GroupedLinear(CodesLinear):
     6 bits, they are around 16 and 32, and with minima above 0. Groups are of a multiple of 16, and
     whole. high: (out_features, in_features * (bits - 4) // 8) uint8, the bits above the low 4,
     eight or four to a byte, the first lowest. minima: (out_features, groups), which are subtracted.
-    factors: (out_features, blocks) float16, a block being 256 columns; scales are int8 then, to be
-    multiplied by them. minimum_factors: the same for minima. Without factors, minima are float16.
+    factors: (out_features, blocks) float16, a block being factor_columns; scales are int8 then, to
+    be multiplied by them and by unit, a power of two. minimum_factors: the same for minima. Without
+    factors, minima are float16.
     """
 
     codes: Tensor
@@ -59,6 +62,8 @@ class GroupedLinear(CodesLinear):
     minima: Tensor | None = None
     factors: Tensor | None = None
     minimum_factors: Tensor | None = None
+    factor_columns: int = _FACTOR_COLUMNS
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
         self.bits = bits = 8 if self.codes.dtype is torch.int8 else 4
@@ -92,9 +97,11 @@ class GroupedLinear(CodesLinear):
 
     @property
     def kind(self) -> Hashable:
-        has = tuple(getattr(self, name) is None for name in ("levels", *_TENSORS))
-        order = None if self.order is None else tuple(self.order.tolist())
-        return self.bits, self.group_size, has, order
+        has = tuple(getattr(self, name) is None for name in _TENSORS)
+        lists = (
+            None if each is None else tuple(each.tolist()) for each in (self.levels, self.order)
+        )
+        return self.bits, self.group_size, self.factor_columns, self.unit, has, *lists
 
     @property
     def middle(self) -> int:
@@ -126,6 +133,26 @@ class GroupedLinear(CodesLinear):
             return self
         groups = torch.arange(-(-self.in_features // group_size)) * group_size // self.group_size
         return self._changed(_BY_GROUP, lambda tensor: tensor[:, groups], group_size=group_size)
+
+    def columns(self, parts: Spans) -> "GroupedLinear":
+        """Returns the layer of these inputs alone, in this order. Not of one with an order."""
+        assert self.order is None
+        whole = self.in_features
+        size, each = sizes_of_parts(parts, self.group_size, self.factor_columns)
+        blocks = torch.cat([torch.arange(*part, each) for part in parts]) // self.factor_columns
+
+        def chosen(tensor: Tensor) -> Tensor:
+            width = tensor.shape[1]  # of all columns
+            return torch.cat(
+                [tensor[:, first * width // whole : end * width // whole] for first, end in parts],
+                dim=1,
+            )
+
+        by_factor = self.regrouped(size)._changed(
+            ("factors", "minimum_factors"), lambda tensor: tensor[:, blocks], factor_columns=each
+        )
+        in_features = sum(end - first for first, end in parts)
+        return by_factor._changed(("codes", *_BY_GROUP, "high"), chosen, in_features=in_features)
 
     def _changed(
         self, names: Sequence[str], change: Callable[[Tensor], Tensor], **fields: Any
@@ -186,8 +213,8 @@ class GroupedLinear(CodesLinear):
         """Returns the number of each column's group, in float32."""
         numbers = by_group.float()
         if factors is not None:
-            each = FACTOR_COLUMNS // self.group_size
-            by_block = factors.float().repeat_interleave(each, dim=1)
+            each = self.factor_columns // self.group_size
+            by_block = (factors.float() * self.unit).repeat_interleave(each, dim=1)
             numbers = numbers * by_block[:, : numbers.shape[1]]
         return numbers.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
 

@@ -1,7 +1,10 @@
 """Weight formats by name, and the layout that a GPU has of codes. Imports no tensors."""
 
 from dataclasses import dataclass
+from math import gcd
 
+# Parts [begin, end) of the rows, or columns, of a matrix, one after the other.
+Spans = tuple[tuple[int, int], ...]
 # Codes of 4 bits that stand for the numbers of a table.
 LEVELS_FORMAT = "int4 levels"
 # Integers of which each column has scales of its own; no path computes with such codes.
@@ -21,6 +24,13 @@ def integer_format(bits: int, is_symmetric: bool) -> str:
 def block_format(bits: int, *, has_minima: bool) -> str:
     """Names the blocks of GGUF: codes of 4, 5 or 6 bits, whose scales may be codes themselves."""
     return f"blocks of int{bits}" + " with minima" * has_minima
+
+
+def sizes_of_parts(columns: Spans, group_size: int, factor_columns: int) -> tuple[int, int]:
+    """Returns the sizes of groups, and of what has a factor in common, in a matrix of these columns
+    of another, whose sizes are given: smaller ones, where a part begins or ends within one."""
+    bounds = [bound for span in columns for bound in span]
+    return gcd(group_size, *bounds), gcd(factor_columns, *bounds[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

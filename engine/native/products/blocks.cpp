@@ -13,6 +13,8 @@ Blocks codes_of(const Linear &w) {
             w.group,
             w.columns / w.group,
             w.offset,
+            w.factor_columns,
+            float(w.unit),
             w.has_minima != 0};
 }
 

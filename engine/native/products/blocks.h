@@ -2,7 +2,7 @@
 // W[n, k] = scale[n, g] * (code[n, k] - offset) - minimum[n, g], and g is the group of k.
 //
 // They differ from grouped.h in what is stored: codes may have 5 or 6 bits, scales may be codes of 8 bits
-// themselves, times a factor for the groups of each 256 columns, and a minimum is subtracted. Activations,
+// themselves, times a factor for the groups of 256 columns or fewer, and a minimum is subtracted. Activations,
 // and what a token's result depends on, are as there.
 //
 // Of the codes, 16 along k lie together: the low 4 bits as in grouped.h, in two lines of [32][4] bytes, and
@@ -13,8 +13,6 @@
 #pragma once
 #include "grouped.h"
 
-constexpr int64_t kFactorColumns = 256;
-
 // A matrix in bands. Scales of a group are [32], and after them the minima are, if there are such; so are
 // factors.
 struct Blocks {
@@ -23,10 +21,12 @@ struct Blocks {
     const f16 *factors;          // or null
     const unsigned char *table;  // as in Grouped
     int64_t bits, group, groups, offset;
+    int64_t factor_columns;  // that have a factor in common: a divisor of 256
+    float unit;              // what all factors are multiplied by
     bool has_minima;
 
     int64_t group_bytes() const { return kBand * group * bits / 8; }
-    int64_t factor_groups() const { return kFactorColumns / group; }
+    int64_t factor_groups() const { return factor_columns / group; }
     int64_t factors_each() const { return (groups + factor_groups() - 1) / factor_groups(); }
 };
 
@@ -129,7 +129,7 @@ inline void widen_numbers(const Blocks &w, int64_t band, int64_t first, int64_t 
     const auto *scales = static_cast<const std::int8_t *>(w.scales) + begin;
     for (int64_t g = 0; g < count; g += of_factor, factors += each)
         for (int64_t i = 0; i < each; i += kLanes) {
-            const Floats factor = load(factors + i);
+            const Floats factor = load(factors + i) * all(w.unit);
             const int64_t end = std::min(g + of_factor, count);
 #pragma GCC unroll 4
             for (int64_t at = g + i; at < end; at += each) {

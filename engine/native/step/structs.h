@@ -19,6 +19,8 @@ struct Linear {
     const int32_t *order;  // (columns) or null: of which column of x each column of the codes is
     int64_t has_minima;  // see Blocks, and for the factors
     const void *factors;
+    int64_t factor_columns;
+    double unit;
     int64_t is_by_band;  // see Fp8
     int64_t format;      // a number of Formats
 };

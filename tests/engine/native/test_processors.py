@@ -264,6 +264,11 @@ MIXTURES: dict[str, dict[str, Type]] = {
         **dict.fromkeys(("attn_v", "ffn_gate", "ffn_up"), Type.Q5_1),
         **dict.fromkeys(("ffn_down", "token_embd"), Type.Q4_1),
     },
+    "IQ": {
+        **{"attn_q": Type.IQ2_XS, "attn_k": Type.Q3_K, "attn_v": Type.Q2_K},
+        **{"ffn_gate": Type.IQ1_S, "ffn_up": Type.IQ3_XXS, "ffn_down": Type.MXFP4},
+        **{"attn_output": Type.NVFP4, "token_embd": Type.IQ3_S},
+    },
 }
 
 
