@@ -45,6 +45,7 @@ TEMPLATES = {
     "qwen3_5": _QWEN3_5,
     "qwen3_5_wrapped": _QWEN3_5,
     "qwen3_5_moe_wrapped": _QWEN3_5,
+    "qwen2_moe": _CHATML,
     "qwen3_moe": _CHATML,
     "gpt_oss": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",

@@ -180,9 +180,10 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", _GEMMA),
     "gemma3_wrapped": ("Gemma3", _GEMMA),
 }
-# Of mixtures of experts; the second has one layer of three with experts.
+# Of mixtures of experts; the third has one layer of four with experts.
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MORE_FAMILIES |= {
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
     "qwen3_moe_few": (
         "Qwen3Moe",

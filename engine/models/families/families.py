@@ -54,9 +54,24 @@ _WIDE_NORM = NormKind(eps=0.0, is_wide=True)
 # ---- Qwen ---------------------------------------------------------------------------------------
 
 
-def _qwen3_moe(fields: Fields, design: Design) -> Design:
-    experts = read_experts(fields, is_normed=fields.flag("norm_topk_prob"))
+def _qwen3_moe(fields: Fields, design: Design, *, shared_size: int = 0) -> Design:
+    is_normed = fields.flag("norm_topk_prob")
+    experts = read_experts(fields, is_normed=is_normed, shared_size=shared_size)
     return replace(design, experts=experts, have_experts=qwen_layers(fields))
+
+
+def _qwen2_moe(fields: Fields, design: Design) -> Design:
+    size = fields.count("shared_expert_intermediate_size", most=MAX_WIDTH)
+    return _qwen3_moe(fields, design, shared_size=size)
+
+
+def _qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    """Without layer_types, every second layer has the window. transformers writes 0 for none."""
+    if fields.get("sliding_window") == 0:
+        return no_window(fields, num_layers)
+    first = fields.count("max_window_layers", default=28, least=0)
+    have = (index % 2 == 0 and index < first for index in range(num_layers))
+    return unless_off(fields, num_layers, [SLIDING if each else FULL for each in have])
 
 
 def _qwen3_5(fields: Fields, design: Design) -> Design:
@@ -443,6 +458,20 @@ FAMILIES = {
         design=Design(attention={"qkv_bias": True}, attention_flags={}),
         windows=qwen,
         without_effect=frozenset({"attention_bias"}),  # its layers have these biases in any case
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        design=Design(attention_flags={"qkv_bias": "qkv_bias"}, mlp_flags={}),
+        read=_qwen2_moe,
+        windows=_qwen2_moe_windows,
+        defaults={
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
