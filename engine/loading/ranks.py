@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from penstock.engine.config import EngineConfig, LoadFormat
+from penstock.engine.config import EngineConfig
 from penstock.engine.executors.cpu import CpuExecutor
 from penstock.engine.executors.cuda.device import Device, Processor
 from penstock.engine.executors.first_rank import FirstRank, causes
 from penstock.engine.executors.followers import Followers, Start, Step, layout_of
-from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.load import load_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
@@ -168,12 +167,6 @@ def check_parallel(config: EngineConfig, model_dir: Path) -> None:
             f"{flag} cannot be combined with --quantization-report, as each rank rounds its own "
             "part, and none could compute the whole model to compare; leave it out, or measure "
             "with one rank"
-        )
-    is_read = config.load_format is not LoadFormat.DUMMY
-    if layout.tensor_size > 1 and is_gguf(model_dir) and is_read:
-        raise InvalidConfig(
-            f"--tensor-parallel-size {layout.tensor_size}: the layers of a GGUF file cannot be "
-            "split over ranks; use the model's safetensors, or --pipeline-parallel-size"
         )
     model = ModelConfig.from_dir(model_dir)
     if layout.tensor_size > 1:

@@ -152,6 +152,7 @@ class DecoderLoading(Loading):
             kept=kept,
             plan=self.rounding,
             stage=self.stage,
+            shard=self.shard,
         )
 
     def plan_pool(self) -> None:

@@ -42,13 +42,12 @@ def weight_source(
 ) -> WeightSource:
     """phases: its current phase is advanced by the bytes of each weight. quantized: the linear
     layers, where they are not as the checkpoint has them. make_linear: see `Widened`. shard: the
-    part that is read, of safetensors alone."""
+    part that is read."""
     source: Checkpoint | GgufWeights | RandomWeights
     if load_format is LoadFormat.DUMMY:
         source = RandomWeights(empty, model.quantization, shard)
     elif is_gguf(model_dir):
-        assert shard is None or shard.size == 1, shard
-        source = GgufWeights(model_dir, empty, kept.num_bytes)
+        source = GgufWeights(model_dir, empty, kept.num_bytes, shard)
     else:
         source = Checkpoint(model_dir, empty, model.quantization, shard)
     if quantized is not None:
@@ -80,13 +79,14 @@ def weight_bytes(
     kept: CodePolicy,
     stage: Stage,
     plan: Plan | None = None,
+    shard: Shard | None = None,
 ) -> int:
     """Returns the memory of what `weight_source` will read. plan: of --quantization. stage: the one
-    whose model and plan these are."""
+    whose model and plan these are. shard: of which that is a stage."""
     if plan is not None:
         return plan.weight_bytes
     if is_gguf(model_dir) and load_format is not LoadFormat.DUMMY:
-        return loaded_bytes(model_dir, dtype, kept.num_bytes, stage)
+        return loaded_bytes(model_dir, dtype, kept.num_bytes, stage, shard)
     num_bytes = model.weight_bytes(dtype.itemsize, kept.num_bytes)
     return num_bytes - stage.absent_bytes(dtype.itemsize, kept.num_bytes)
 

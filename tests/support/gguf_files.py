@@ -16,7 +16,8 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from tests.support.gguf_blocks import quantized_blocks
-from tests.support.tiny_models import FAMILIES
+from tests.support.gguf_mixtures import HYBRIDS, add_settings, converted
+from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES
 
 # By the family of the model.
 ARCHITECTURES = {
@@ -35,6 +36,11 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 _PERMUTED = (
     gguf.MODEL_ARCH.LLAMA,
@@ -62,6 +68,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma3", "gemma3_wrapped"), _GEMMA3),
     **{name: {} for name in ("gemma4", "gemma4_moe", "gemma4_small_wrapped")},
     "gemma4_unified_wrapped": {},
+    **{name: {} for name in ("qwen2_moe", "qwen3_moe", *HYBRID_FAMILIES)},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 # Of a tensor, by its name in the file.
 TypeOf = Callable[[str], Type]
@@ -163,26 +171,35 @@ def _tensors(model: Any) -> Iterable[tuple[str, NDArray[np.float32]]]:
     config, architecture = text_config(model), _architecture(model)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     yield from _rope_tensors(model, config)
-    for name, tensor in model.state_dict().items():
-        name = name.replace("language_model.", "")
-        if not name.startswith(_TEXT) or (name == "lm_head.weight" and config.tie_word_embeddings):
+    for given, tensor in model.state_dict().items():
+        given = given.replace("language_model.", "")
+        is_tied_head = given == "lm_head.weight" and config.tie_word_embeddings
+        if not given.startswith(_TEXT) or is_tied_head:
             continue
-        values = tensor.float().numpy()
-        if architecture in _PERMUTED and ("q_proj." in name or "k_proj." in name):
-            values = permuted(values, _head_dim(config))
-        if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
-            values = values + 1
-        if name.endswith("router.scale"):
-            yield f"blk.{name.split('.')[2]}.ffn_gate_inp.scale", values
-            continue
-        if name.endswith("router.per_expert_scale"):
-            yield f"blk.{name.split('.')[2]}.ffn_down_exps.scale", values
-            continue
-        if not name.endswith((".weight", ".bias")):
-            name += ".weight"
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored, name
-        yield stored, values
+        for name, values in converted(config, given, tensor.float().numpy()):
+            yield _converted(names, config, architecture, name, values)
+
+
+def _converted(
+    names: gguf.TensorNameMap,
+    config: Any,
+    architecture: gguf.MODEL_ARCH,
+    name: str,
+    values: NDArray[np.float32],
+) -> tuple[str, NDArray[np.float32]]:
+    if architecture in _PERMUTED and ("q_proj." in name or "k_proj." in name):
+        values = permuted(values, _head_dim(config))
+    if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+        values = values + 1
+    if name.endswith("router.scale"):
+        return f"blk.{name.split('.')[2]}.ffn_gate_inp.scale", values
+    if name.endswith("router.per_expert_scale"):
+        return f"blk.{name.split('.')[2]}.ffn_down_exps.scale", values
+    if not name.endswith((".weight", ".bias", "A_log")):
+        name += ".weight"
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert stored, name
+    return stored, values
 
 
 def permuted(values: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
@@ -222,15 +239,17 @@ def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
     if architecture == "gemma4":
         _add_gemma4(writer, config)
     else:
-        writer.add_feed_forward_length(config.intermediate_size)
+        if size := getattr(config, "intermediate_size", None):
+            writer.add_feed_forward_length(size)
         writer.add_head_count_kv(config.num_key_value_heads)
         head_dim = None if architecture == "phi3" else getattr(config, "head_dim", None)
         if head_dim:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
-            if architecture not in ("gemma3", "olmo2", "seed_oss", "exaone4"):
+            if architecture not in ("gemma3", "olmo2", "seed_oss", "exaone4", *HYBRIDS):
                 writer.add_rope_dimension_count(head_dim)
     _add_rope(writer, config)
+    add_settings(writer, config)
     window = getattr(config, "sliding_window", None)
     if architecture == "phi3":
         writer.add_sliding_window(window or 0)

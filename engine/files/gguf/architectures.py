@@ -7,7 +7,7 @@ and src/models/*.cpp, which reads them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine.files.gguf.keys import Keys, quotient
@@ -25,14 +25,16 @@ class Architecture:
     """family: its model_type in config.json. read: returns what config.json has beside, or in place
     of, what all have; config: the latter. is_permuted: llama.cpp rotates pairs of neighbours, so
     the rows of each head of queries and keys have another order. rotates_parts: of a head, in some
-    models. renamed: kinds of tensors that it names in another way than others. unused: tensors, as
-    a regular expression, that have no effect.
+    models. tiles_heads: the first value head of each key head of a delta net comes first, then the
+    second of each, and so on. renamed: kinds of tensors that it names in another way than others.
+    unused: tensors, as a regular expression, that have no effect.
     """
 
     family: str
     read: Callable[[Keys, Settings], Settings] = _nothing_else
     is_permuted: bool = False
     rotates_parts: bool = False
+    tiles_heads: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     unused: str = ""
 
@@ -134,19 +136,86 @@ def _gemma4(keys: Keys, config: Settings) -> Settings:
     return found
 
 
+def _experts(keys: Keys) -> Settings:
+    return {
+        "num_experts_per_tok": keys.get("expert_used_count"),
+        "moe_intermediate_size": keys.get("expert_feed_forward_length"),
+    }
+
+
+def _shared_expert(keys: Keys) -> Settings:
+    return {"shared_expert_intermediate_size": keys.get("expert_shared_feed_forward_length")}
+
+
+def _qwen2moe(keys: Keys, config: Settings) -> Settings:
+    biases = {"qkv_bias": config["attention_bias"], "attention_bias": False}
+    return {**_experts(keys), **_shared_expert(keys), **biases}
+
+
+def _qwen3moe(keys: Keys, config: Settings) -> Settings:
+    return {**_experts(keys), "norm_topk_prob": True}
+
+
+def _qwen35(keys: Keys, config: Settings) -> Settings:
+    """The last layers of the file may be those that draft, which are not the model's."""
+    num_heads = keys.get("ssm.time_step_rank")
+    return {
+        "num_hidden_layers": keys.num_layers - num_drafting(keys) or None,
+        "full_attention_interval": keys.get("full_attention_interval"),
+        "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.get("ssm.state_size"),
+        "linear_value_head_dim": quotient(keys.get("ssm.inner_size"), num_heads),
+        "linear_num_key_heads": keys.get("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+    }
+
+
+def num_drafting(keys: Keys) -> int:
+    """Returns how many layers, the last of the file, only draft."""
+    number = keys.get("nextn_predict_layers", 0)
+    return number if isinstance(number, int) and 0 <= number < keys.num_layers else 0
+
+
+def _qwen35moe(keys: Keys, config: Settings) -> Settings:
+    return {**_qwen35(keys, config), **_experts(keys), **_shared_expert(keys)}
+
+
+def _gpt_oss(keys: Keys, config: Settings) -> Settings:
+    experts = _experts(keys)
+    rope = config["rope_parameters"]
+    return {
+        "sliding_window": keys.get("attention.sliding_window"),
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "intermediate_size": experts["moe_intermediate_size"],
+        "rope_parameters": {**rope, **({"truncate": False} if rope["rope_type"] == "yarn" else {})},
+    }
+
+
+# As transformers has the norm before the MLP, though its name says what it comes after.
+_NORM_BEFORE_MLP = {"ffn_norm": "post_attention_norm"}
+_QWEN35 = Architecture(
+    family="qwen3_5_text",
+    read=_qwen35,
+    rotates_parts=True,
+    tiles_heads=True,
+    renamed=_NORM_BEFORE_MLP,
+)
 # By general.architecture.
 ARCHITECTURES = {
     "llama": Architecture(family="llama", read=_llama, is_permuted=True),
     "mistral3": Architecture(family="mistral", read=_mistral3, is_permuted=True),
     "qwen2": Architecture(family="qwen2"),
     "qwen3": Architecture(family="qwen3"),
+    "qwen2moe": Architecture(family="qwen2_moe", read=_qwen2moe),
+    "qwen3moe": Architecture(family="qwen3_moe", read=_qwen3moe),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", read=_qwen35moe),
+    "gpt-oss": Architecture(family="gpt_oss", read=_gpt_oss, renamed=_NORM_BEFORE_MLP),
     "phi3": Architecture(family="phi3", read=_phi3, rotates_parts=True),
     "smollm3": Architecture(family="smollm3", is_permuted=True),
     "granite": Architecture(family="granite", read=_granite, is_permuted=True),
     "olmo2": Architecture(family="olmo2", read=_olmo2),
-    "seed_oss": Architecture(
-        family="seed_oss", read=_seed_oss, renamed={"ffn_norm": "post_attention_norm"}
-    ),
+    "seed_oss": Architecture(family="seed_oss", read=_seed_oss, renamed=_NORM_BEFORE_MLP),
     "exaone4": Architecture(family="exaone4", read=_exaone4),
     "gemma3": Architecture(family="gemma3_text", read=_gemma3),
     "gemma4": Architecture(

@@ -104,11 +104,15 @@ class Shard:
             tensor = cut.columns_of(cut.rows_of(tensor))
         except CannotCut as error:
             raise InvalidModel(f"the tensor {name!r} {error}") from None
-        # A bias that is added to what the ranks' products add up to is added once.
+        return tensor if self.adds(name) else tensor.new_zeros(()).expand(tensor.shape)
+
+    def adds(self, name: str) -> bool:
+        """Whether this rank's part is as the tensor: a bias that is added to what the ranks'
+        products add up to is added once, and zeros by the others."""
         is_bias = name.endswith(".bias")
-        if self.rank and is_bias and self.cut(name.removesuffix(".bias")).columns is not None:
-            return tensor.new_zeros(()).expand(tensor.shape)
-        return tensor
+        return not (
+            self.rank and is_bias and self.cut(name.removesuffix(".bias")).columns is not None
+        )
 
     def slice_adapter(self, name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of up @ down, a change of the matrix `name`: all ranks have one of the

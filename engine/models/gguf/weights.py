@@ -8,9 +8,11 @@ arithmetic.
 import logging
 import mmap
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +20,10 @@ from torch import Tensor
 from penstock.engine.files.gguf.file import GgufFile, open_gguf
 from penstock.engine.files.gguf.header import TensorInfo
 from penstock.engine.models.config import ModelConfig
+from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.formats.cut import Cut
 from penstock.engine.models.formats.gguf import blocks
 from penstock.engine.models.formats.scheme import KeptBytes
 from penstock.engine.models.gguf.names import (
@@ -31,6 +35,7 @@ from penstock.engine.models.gguf.names import (
 )
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import StoredLinear, stacked
+from penstock.engine.models.layers.weight_formats import Spans
 from penstock.engine.models.parts.reader import Empty, TableRows, WeightSource, rows_of
 
 logger = logging.getLogger(__name__)
@@ -42,29 +47,37 @@ _NUMBERS_AT_ONCE = 2**18
 class GgufWeights(WeightSource):
     """See `WeightSource`."""
 
-    def __init__(self, path: Path, empty: Empty, kept: KeptBytes) -> None:
-        """kept: of which types linear layers may have codes; others are plain."""
+    def __init__(
+        self, path: Path, empty: Empty, kept: KeptBytes, shard: Shard | None = None
+    ) -> None:
+        """kept: of which types linear layers may have codes; others are plain. shard: the part that
+        is read, where that is not all."""
         self._gguf = open_gguf(path)
-        self._names = GgufNames(ModelConfig.from_dir(path), self._gguf)
+        config = ModelConfig.from_dir(path)
+        self._names, self._shard = GgufNames(config, self._gguf), shard or Shard(config)
         self._empty = empty
         self._kept = kept
         self._bytes = {part: _mapped(part) for part in self._gguf.parts}
-        if line := widened(self._gguf, self._names, empty((0,)).dtype, kept):
+        shares = _shares(self._gguf, self._names, self._shard)
+        for line in grown(shares, self._names, empty((0,)).dtype, kept):
             logger.info("%s", line)
 
     def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         tensors = [self._stored(name) for name in names]  # before memory is allocated
         fused = self._empty(shape)
         fused = fused if dtype is None else fused.to(dtype)
-        rows = torch.split(fused, [tensor.place.shape[0] for tensor in tensors])
+        rows = torch.split(fused, [tensor.num_rows for tensor in tensors])
         for name, tensor, into in zip(names, tensors, rows, strict=True):
-            self._widen(name, tensor, into)
+            if self._shard.adds(name):
+                self._widen(name, tensor, into)
+            else:
+                into.zero_()
         return fused
 
     def table(self, shape: tuple[int, int], name: str) -> TableRows:
         """See `WeightSource`. Rows of codes are widened when they are used."""
         stored = self._stored(name)
-        raw, kind = stored.rows(), stored.info.type
+        raw, kind = self._rows(stored), stored.info.type
         if kind.block_size == 1:
             return rows_of(blocks.numbers(raw, kind))
         return lambda ids: blocks.numbers(raw[ids.cpu().long()], kind)
@@ -73,9 +86,9 @@ class GgufWeights(WeightSource):
         self, shape: tuple[int, int], bias: Tensor | None, *names: str
     ) -> StoredLinear | None:
         tensors = [self._stored(f"{name}.weight") for name in names]
-        if any(_kept_bytes(tensor.info, self._kept) is None for tensor in tensors):
+        if any(_kept_bytes(tensor.share, self._kept) is None for tensor in tensors):
             return None
-        if sum(tensor.place.shape[0] for tensor in tensors) != shape[0]:
+        if sum(tensor.num_rows for tensor in tensors) != shape[0]:
             return None  # a stage's part of a layer's rows is read as numbers
         return stacked(
             [part for each in zip(names, tensors, strict=True) for part in self._coded(*each)], bias
@@ -84,24 +97,32 @@ class GgufWeights(WeightSource):
     def _coded(self, name: str, tensor: "_Stored") -> Iterator[GroupedLinear]:
         """Yields the layers of some rows at a time."""
         step = max(1, _NUMBERS_AT_ONCE // tensor.info.shape[-1])
-        for raw in torch.split(tensor.rows(), step):
+        for raw in torch.split(self._rows(tensor), step):
             part = blocks.coded(raw, tensor.info.type)
             for scales in (part.scales, part.minima, part.factors, part.minimum_factors):
                 if scales is not None and scales.is_floating_point():
                     self._check_finite(f"{name}.weight", scales)
-            yield part
+            part = part if tensor.columns is None else part.columns(tensor.columns)
+            scale = self._scale(tensor)
+            yield part if scale is None else replace(part, scales=part.scales.float() * scale)
 
     def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
         """Some rows at a time."""
-        info = tensor.info
-        raw = tensor.rows()
+        info, place = tensor.info, tensor.place
+        raw = self._rows(tensor)
         is_narrow = into.dtype is torch.float16
         is_plain = info.type.block_size == 1
         step = len(raw) if is_plain else max(1, _NUMBERS_AT_ONCE // info.shape[-1])
         for start in range(0, len(raw), step):
             numbers = blocks.numbers(raw[start : start + step], info.type)
-            if tensor.place.offset:
-                numbers = numbers.float() - tensor.place.offset
+            if place.offset:
+                numbers = numbers.float() - place.offset
+            if place.is_decay:
+                numbers = (-numbers.float()).log()
+            if (scale := self._scale(tensor)) is not None:
+                numbers = numbers.float() * scale
+            if tensor.columns is not None:
+                numbers = torch.cat([numbers[:, slice(*span)] for span in tensor.columns], dim=1)
             part = into.view(len(raw), -1)[start : start + step].copy_(numbers)
             # All of a vector, and the first rows of a matrix, but in float16, which overflows.
             if (start == 0 or is_narrow) and not bool(part.isfinite().all()):
@@ -138,40 +159,95 @@ class GgufWeights(WeightSource):
                 f"which does not fit the {self._names.shapes[place.tensor]} that the metadata "
                 "implies"
             )
-        return _Stored(place, info, self._bytes[self._gguf.part_of[place.tensor]])
+        return _Stored(place, info, self._shard.cut(name))
+
+    def _scale(self, tensor: "_Stored") -> Tensor | None:
+        """What multiplies all numbers of a tensor, if anything does."""
+        if tensor.place.scale is None:
+            return None
+        name, index = tensor.place.scale
+        info = self._gguf.tensors[name]
+        raw = self._bytes[self._gguf.part_of[name]][info.offset : info.offset + info.num_bytes]
+        return blocks.numbers(raw.view(1, -1), info.type)[0, index].float()
+
+    def _rows(self, tensor: "_Stored") -> Tensor:
+        """(rows, bytes of a row) uint8, in the order of the checkpoint; of a vector a row each
+        number. What a rank has beyond the tensor is zeros."""
+        place, info = tensor.place, tensor.info
+        content = self._bytes[self._gguf.part_of[place.tensor]]
+        raw = content[info.offset : info.offset + info.num_bytes]
+        num_all = info.num_elements // (info.shape[-1] if place.shape[1:] else 1)
+        raw = raw.view(num_all, -1)[place.first : place.first + place.shape[0]]
+        if (head_dim := place.head_dim) is not None:
+            pairs = raw.view(-1, head_dim // 2, 2, raw.shape[1])
+            raw = pairs.transpose(1, 2).reshape(raw.shape)
+        if place.rows is not None:
+            raw = torch.cat([raw[slice(*span)] for span in place.rows])
+        return tensor.cut.rows_of(raw)
+
+
+class _Share(NamedTuple):
+    """What a rank has of a tensor. scheme: of codes of it; None where it is plain."""
+
+    info: TensorInfo
+    rows: int
+    columns: int
+    scheme: blocks.Blocks | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """content: of the file."""
+    """One tensor of the checkpoint. cut: the part that is read."""
 
     place: Place
     info: TensorInfo
-    content: Tensor
+    cut: Cut
 
-    def rows(self) -> Tensor:
-        """(rows, bytes of a row) uint8; a vector is one row, but one whose numbers are permuted."""
-        info, (num_rows, *others) = self.info, self.place.shape
-        raw = self.content[info.offset : info.offset + info.num_bytes]
-        num_all = info.num_elements // (info.shape[-1] if others else 1)
-        raw = raw.view(num_all, -1)[self.place.first : self.place.first + num_rows]
-        if (head_dim := self.place.head_dim) is not None:
-            pairs = raw.view(-1, head_dim // 2, 2, raw.shape[1])
-            return pairs.transpose(1, 2).reshape(raw.shape)
-        return raw if others else raw.reshape(1, -1)
+    @property
+    def num_rows(self) -> int:
+        return self.cut.num_rows(self.place.shape[0])
+
+    @property
+    def columns(self) -> Spans | None:
+        """Those that are read, in the file's order of columns; None for all in that order."""
+        spans, own = self.place.columns, self.cut.columns
+        if own is None:
+            return spans
+        found, begin = [], 0
+        for first, end in spans or ((0, own.whole),):
+            low, high = max(own.begin - begin, 0), min(own.end - begin, end - first)
+            if low < high:
+                found.append((first + low, first + high))
+            begin += end - first
+        return tuple(found)
+
+    @property
+    def share(self) -> _Share:
+        scheme, columns = blocks.scheme(self.info.type), self.columns
+        if scheme is not None and columns is not None:
+            scheme = scheme.of_columns(columns)
+        if scheme is not None and self.place.scale is not None:
+            scheme = scheme.scaled()
+        own = self.cut.columns
+        num_columns = prod(self.place.shape[1:]) if own is None else own.size
+        return _Share(self.info, self.num_rows, num_columns, scheme)
 
 
-def loaded_bytes(path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage) -> int:
-    """Returns the bytes that a stage's weights take when they are read."""
-    gguf = open_gguf(path)
-    sizes = _loaded_bytes(gguf, GgufNames(ModelConfig.from_dir(path), gguf), dtype, kept)
+def loaded_bytes(
+    path: Path, dtype: torch.dtype, kept: KeptBytes, stage: Stage, shard: Shard | None = None
+) -> int:
+    """Returns the bytes of a stage's weights when they are read. shard: of which it is a stage."""
+    gguf, config = open_gguf(path), ModelConfig.from_dir(path)
+    names = GgufNames(config, gguf)
+    shares = _shares(gguf, names, shard or Shard(config))
+    sizes = _loaded_bytes(shares, names, dtype, kept)
     if stage.num_stages == 1:
         return sum(sizes.values())
     embedding = 0
     if stage.is_last and OUTPUT not in gguf.tensors:
         embedding = sizes[EMBEDDING]
     elif stage.is_first:
-        embedding = gguf.tensors[EMBEDDING].num_elements * dtype.itemsize
+        embedding = _plain_bytes(shares[EMBEDDING], dtype)
     own = (size for name, size in sizes.items() if name != EMBEDDING and _is_in(stage, name))
     return embedding + sum(own)
 
@@ -184,30 +260,46 @@ def _is_in(stage: Stage, name: str) -> bool:
     return int(name.split(".")[1]) in stage.layers
 
 
+def _shares(gguf: GgufFile, names: GgufNames, shard: Shard) -> dict[str, _Share]:
+    """Returns those of each tensor of the file, but of a table that stays in it."""
+    found: dict[str, _Share] = {}
+    for name, place in names.places():
+        if place.tensor == PER_LAYER_TABLE:
+            continue
+        share = _Stored(place, gguf.tensors[place.tensor], shard.cut(name)).share
+        before = found.get(place.tensor)
+        found[place.tensor] = share._replace(rows=share.rows + (before.rows if before else 0))
+    return found
+
+
 def _loaded_bytes(
-    gguf: GgufFile, names: GgufNames, dtype: torch.dtype, kept: KeptBytes
+    shares: Mapping[str, _Share], names: GgufNames, dtype: torch.dtype, kept: KeptBytes
 ) -> dict[str, int]:
-    """Returns the bytes of each tensor, but of a table that stays in its file."""
-    sizes = {
-        name: gguf.tensors[name].num_elements * dtype.itemsize
-        for name in names.shapes
-        if name != PER_LAYER_TABLE
-    }
-    for stack in names.stacks:
-        coded = {name: _kept_bytes(gguf.tensors[name], kept) for name in stack}
-        for name, num_bytes in coded.items():
-            if num_bytes is None or None in coded.values():
-                continue
+    """Returns the bytes of each tensor."""
+    sizes = {name: _plain_bytes(share, dtype) for name, share in shares.items()}
+    for stack in _coded_stacks(shares, names, kept):
+        for name, num_bytes in stack.items():
             # Of a tied embedding, rows are taken from a plain matrix.
             sizes[name] = num_bytes + (sizes[name] if name == EMBEDDING else 0)
     return sizes
 
 
-def _kept_bytes(info: TensorInfo, kept: KeptBytes) -> int | None:
-    scheme = blocks.scheme(info.type)
-    if scheme is None:
-        return None
-    return kept(scheme, info.num_elements // info.shape[-1], info.shape[-1])
+def _plain_bytes(share: _Share, dtype: torch.dtype) -> int:
+    return share.rows * share.columns * dtype.itemsize
+
+
+def _coded_stacks(
+    shares: Mapping[str, _Share], names: GgufNames, kept: KeptBytes
+) -> Iterator[dict[str, int]]:
+    """Yields the bytes of each tensor of the linear layers that have codes."""
+    for stack in names.stacks:
+        coded = {name: _kept_bytes(shares[name], kept) for name in stack}
+        if None not in coded.values():
+            yield {name: num_bytes or 0 for name, num_bytes in coded.items()}
+
+
+def _kept_bytes(share: _Share, kept: KeptBytes) -> int | None:
+    return None if share.scheme is None else kept(share.scheme, share.rows, share.columns)
 
 
 def weight_formats(path: Path) -> frozenset[str]:
@@ -219,27 +311,36 @@ def weight_formats(path: Path) -> frozenset[str]:
     return frozenset(scheme.weight_format for scheme in schemes if scheme is not None)
 
 
-def widened(gguf: GgufFile, names: GgufNames, dtype: torch.dtype, kept: KeptBytes) -> str | None:
-    """A line about the quantized matrices that take more memory than in the file, if any do."""
-    sizes = _loaded_bytes(gguf, names, dtype, kept)
-    grown = {
-        name: info
-        for name, info in gguf.tensors.items()
-        # A tenth more is what scales take that are codes of 6 bits in the file, and more.
-        if info.type.block_size > 1 and sizes.get(name, 0) > 1.1 * info.num_bytes
-    }
-    if not grown:
-        return None
-    kinds = Counter(info.type.name for info in grown.values())
-    stored = sum(info.num_bytes for info in grown.values())
-    loaded = sum(sizes[name] for name in grown)
-    one = len(grown) == 1
-    return (
-        f"{len(grown)} {'matrix' if one else 'matrices'} "
-        f"({', '.join(f'{n} of {kind}' for kind, n in kinds.items())}) {'is' if one else 'are'} "
-        f"dequantized to {str(dtype).removeprefix('torch.')}: {'it takes' if one else 'they take'} "
-        f"{loaded / 2**30:.3f} GiB of memory, and {stored / 2**30:.3f} GiB in the file"
-    )
+def grown(
+    shares: Mapping[str, _Share], names: GgufNames, dtype: torch.dtype, kept: KeptBytes
+) -> Iterator[str]:
+    """Yields a line about the quantized matrices that are dequantized, and one about those with
+    more bits in memory than in the file, where there are such."""
+    sizes = _loaded_bytes(shares, names, dtype, kept)
+    coded = {name for stack in _coded_stacks(shares, names, kept) for name in stack} - {EMBEDDING}
+    what = f"dequantized to {str(dtype).removeprefix('torch.')}"
+    for are_coded, becomes in ((False, what), (True, "kept in codes of 4 bits")):
+        kinds: Counter[str] = Counter()
+        stored = loaded = 0
+        for name, (info, rows, columns, _) in shares.items():
+            own = rows * columns // info.type.block_size * info.type.block_bytes
+            # A tenth more is what scales take that are codes of 6 bits in the file, and more.
+            if (
+                info.type.block_size > 1
+                and sizes[name] > 1.1 * own
+                and (name in coded) is are_coded
+            ):
+                kinds[info.type.name] += 1
+                stored, loaded = stored + own, loaded + sizes[name]
+        if not kinds:
+            continue
+        one = kinds.total() == 1
+        yield (
+            f"{kinds.total()} {'matrix' if one else 'matrices'} "
+            f"({', '.join(f'{n} of {kind}' for kind, n in kinds.items())}) "
+            f"{'is' if one else 'are'} {becomes}: {'it takes' if one else 'they take'} "
+            f"{loaded / 2**30:.3f} GiB of memory, and {stored / 2**30:.3f} GiB in the file"
+        )
 
 
 def _mapped(path: Path) -> Tensor:

@@ -289,10 +289,3 @@ def test_settings_that_several_ranks_do_not_have_are_refused(
     config = engine_config(tmp_path, **({"tensor_parallel_size": 2} | changes))
     with pytest.raises(InvalidConfig, match=message):
         check_parallel(config, tmp_path)
-
-
-def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(InvalidConfig, match=r"a GGUF file cannot be split .* or --pipeline"):
-        check_parallel(engine_config(file, tensor_parallel_size=2), file)

@@ -91,6 +91,26 @@ def test_stages_of_a_gguf_file_answer_as_one(tmp_path: Path) -> None:
     assert_ranks_answer_alike(parallel_config(path), 1, 2, num_tokens=20)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "options"),
+    [
+        ("llama_biases", GGMLQuantizationType.Q4_K, {"hidden_size": 256, "intermediate_size": 768}),
+        ("qwen3_5_moe", GGMLQuantizationType.Q4_0, {"moe_intermediate_size": 64}),
+    ],
+)
+def test_ranks_of_a_gguf_file_answer_as_one(
+    family: str, kind: GGMLQuantizationType, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The first have one and a half blocks of 256 columns each; of the second, heads that the file
+    has in another order."""
+    model = make_model(family, max_position_embeddings=512, vocab_size=97, **options)
+    path = write_gguf(tmp_path / "model.gguf", model, quantized(kind))
+    config = parallel_config(path)
+    whole = cpu_executor(config, path).info
+    part = assert_ranks_answer_alike(config, 2, num_tokens=20, tolerance=0.05).info
+    assert 0.45 < part.weight_bytes / whole.weight_bytes < 0.7
+
+
 def test_ranks_round_their_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.loading.cpu.load_library", lambda *_, **__: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -136,7 +136,9 @@ class Attention(Part):
                 stored, gguf = f"self_attn.{short}_norm.weight", f"attn_{short}_norm.weight"
                 found[name] = VectorSpec(stored, (rows,), gguf=gguf, is_norm=True)
         if self.has_sinks:
-            found["sinks"] = VectorSpec("self_attn.sinks", (self._heads(width=1),))
+            found["sinks"] = VectorSpec(
+                "self_attn.sinks", (self._heads(width=1),), gguf="attn_sinks.weight"
+            )
         return found
 
     def _heads(self, times: int = 1, width: int | None = None) -> Axis:

@@ -68,29 +68,31 @@ class DeltaNet(Part):
         inputs, then output gates. output: back to the states."""
         hidden, heads, keys, values = Axis(self.hidden_size), *self._axes
 
-        def stacked(stack: Stack, **rows: tuple[Axis, ...]) -> LinearSpec:
-            names = [f"linear_attn.in_proj_{name}" for name in rows]
-            each = zip(names, rows.values(), strict=True)
-            matrices = tuple(MatrixSpec((name,), axes, hidden) for name, axes in each)
-            return LinearSpec(matrices, adapters=stack)
+        def read(name: str, gguf: str, *rows: Axis) -> MatrixSpec:
+            return MatrixSpec((f"linear_attn.in_proj_{name}",), rows, hidden, (gguf,))
 
-        output = matrix("linear_attn.out_proj", hidden, values)
+        gates = read("b", "ssm_beta", heads), read("a", "ssm_alpha", heads)
+        qkv = read("qkv", "attn_qkv", keys, keys, values), read("z", "attn_gate", values)
+        output = matrix("linear_attn.out_proj", hidden, values, "ssm_out")
         return {
-            "gates": stacked(Stack.GATES, b=(heads,), a=(heads,)),
-            "qkv": stacked(Stack.QKV, qkv=(keys, keys, values), z=(values,)),
+            "gates": LinearSpec(gates, adapters=Stack.GATES),
+            "qkv": LinearSpec(qkv, adapters=Stack.QKV),
             "output": LinearSpec((output,), adapters=Stack.OUTPUT),
         }
 
     @property
     def vectors(self) -> Mapping[str, VectorSpec]:
         heads, keys, values = self._axes
+
+        def vector(name: str, gguf: str, *rows: Axis, others: tuple[int, ...] = ()) -> VectorSpec:
+            return VectorSpec(f"linear_attn.{name}", rows, others, gguf)
+
+        taps = (1, self.num_taps)
         return {
-            "taps": VectorSpec(
-                "linear_attn.conv1d.weight", (keys, keys, values), (1, self.num_taps)
-            ),
-            "decay": VectorSpec("linear_attn.A_log", (heads,)),
-            "bias": VectorSpec("linear_attn.dt_bias", (heads,)),
-            "norm": VectorSpec("linear_attn.norm.weight", (Axis(self.value_dim),)),
+            "taps": vector("conv1d.weight", "ssm_conv1d.weight", keys, keys, values, others=taps),
+            "decay": vector("A_log", "ssm_a", heads),
+            "bias": vector("dt_bias", "ssm_dt.bias", heads),
+            "norm": vector("norm.weight", "ssm_norm.weight", Axis(self.value_dim)),
         }
 
     @property

@@ -104,12 +104,14 @@ class Experts(Part):
         key = "shared_expert_intermediate_size" if self.has_shared_gate else self._inner.key
         inner = Axis(self.shared_size, key=key)
         both = (f"{name}.gate_proj", f"{name}.up_proj")
+        gguf = ("ffn_gate_shexp", "ffn_up_shexp")
+        down = matrix(f"{name}.down_proj", hidden, inner, "ffn_down_shexp")
         linears = {
-            "shared_gate_up": LinearSpec((MatrixSpec(both, (inner,), hidden),)),
-            "shared_down": LinearSpec((matrix(f"{name}.down_proj", hidden, inner),)),
+            "shared_gate_up": LinearSpec((MatrixSpec(both, (inner,), hidden, gguf),)),
+            "shared_down": LinearSpec((down,)),
         }
         if self.has_shared_gate:
-            gate = matrix(f"{name}_gate", Axis(1), hidden)
+            gate = matrix(f"{name}_gate", Axis(1), hidden, "ffn_gate_inp_shexp")
             linears["shared_gate"] = LinearSpec((gate,), is_quantizable=False)
         return linears
 

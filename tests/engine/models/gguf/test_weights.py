@@ -25,7 +25,7 @@ from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear, StackedLinear
 from penstock.engine.native.packing import FORMATS
 from tests.support.compiler import needs_compiler
-from tests.support.gguf_blocks import quantized_blocks
+from tests.support.gguf_blocks import dequantized_blocks, quantized_blocks
 from tests.support.gguf_files import (
     WRITTEN,
     Arrange,
@@ -42,8 +42,15 @@ from tests.support.stories import needs_stories
 from tests.support.tiny_models import Harness, make_model
 
 PROMPT = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
-IN_BLOCKS_OF_256 = (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS)
-QUANTIZED = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, *IN_BLOCKS_OF_256)
+IN_BLOCKS_OF_256 = (
+    *(Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.TQ1_0, Type.TQ2_0),
+    *(Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S),
+    *(Type.IQ4_XS, Type.Q1_0),
+)
+QUANTIZED = (
+    *(Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.MXFP4, Type.NVFP4),
+    *IN_BLOCKS_OF_256,
+)
 
 
 def logits(path: Path, prompt: Tensor = PROMPT, **options: Any) -> Tensor:
@@ -160,7 +167,7 @@ def dequantized(model: Any, type_of: TypeOf) -> Any:
         if parameter.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             kind = Type.F16
         packed = quantized_blocks(parameter.data.numpy(), kind)
-        parameter.data = torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
+        parameter.data = torch.from_numpy(dequantized_blocks(packed, kind).copy())
     return model
 
 
@@ -232,6 +239,20 @@ def test_what_dequantized_weights_cost_is_logged(
     )
     # The embedding.
     assert with_codes.startswith("1 matrix (1 of Q5_0) is dequantized to bfloat16: it takes 0.0")
+
+
+def test_codes_of_fewer_than_four_bits_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen2", hidden_size=256, intermediate_size=256)
+    kinds = {"ffn_down": Type.IQ2_XS, "attn_output": Type.Q2_K}
+    path = write_gguf(
+        tmp_path / "model.gguf", model, lambda name: kinds.get(name.split(".")[-2], Type.F16)
+    )
+    with caplog.at_level(logging.INFO):
+        source(path, torch.bfloat16, keeps_codes=True)
+    [line] = caplog.messages
+    assert line.startswith("6 matrices (3 of Q2_K, 3 of IQ2_XS) are kept in codes of 4 bits: they")
 
 
 def test_block_scales_that_are_one_number_more_are_no_matrices_that_grew(
