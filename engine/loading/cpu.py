@@ -84,7 +84,7 @@ class CpuLoading(DecoderLoading):
             config,
             self.largest_pools,
             weight_bytes=(self.num_weight_bytes or 0) + self.bytes_beside,
-            max_model_len=self.model.max_model_len,
+            max_model_len=self.longest,
             memory=self._memory,
             num_ranks=place.layout.size,
         )

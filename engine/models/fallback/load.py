@@ -130,6 +130,10 @@ def load_network(
                 f"the weight {name!r} in {model_dir} is not finite in {parameter.dtype}; use "
                 "another --dtype, or download the model again"
             )
+    # Torch's grouped products, which transformers prefers, take rows of whole 16 bytes alone.
+    stacks = [each for each in network.parameters() if each.dim() == 3]
+    if any(size * each.itemsize % 16 for each in stacks for size in each.shape[1:]):
+        network.set_experts_implementation("eager")
     return network.eval().to(device)
 
 

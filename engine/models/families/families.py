@@ -5,7 +5,7 @@ facts: the classes of transformers with these names, which the tests compare wit
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.engine.models.parts.attention.windows import (
     SLIDING,
     Windows,
     all_or_none,
+    by_layer_types,
     full_every,
     no_window,
     qwen,
@@ -147,11 +148,27 @@ def _smollm3_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
 
 
 def _smollm3_windows(fields: Fields, num_layers: int) -> Windows:
+    """Of layers that layer_types says have one, whether windows are used or not."""
+    is_used = fields.flag("use_sliding_window")
     have_rope = _have_rope(fields, num_layers)
-    return unless_off(fields, num_layers, [FULL if each else SLIDING for each in have_rope])
+    default = [SLIDING if is_used and not each else FULL for each in have_rope]
+    return by_layer_types(fields, num_layers, default)
 
 
 # ---- Mistral ------------------------------------------------------------------------------------
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _ministral3_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
@@ -188,9 +205,9 @@ def _exaone4_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def _exaone4_rope(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
-    """Where some layers have a window, only these have rotary positions."""
+    """Where there is a window, only layers that have it have rotary positions, be they none."""
     rope = RopeSettings(fields).for_all_layers(head_dim)
-    if not any(windows):
+    if fields.get("sliding_window") is None:
         return Ropes(rope=rope)
     return Ropes(rope=rope, by_layer=tuple(rope if each else None for each in windows))
 
@@ -265,12 +282,17 @@ def _gpt_oss(fields: Fields, design: Design) -> Design:
 
 
 def _scaled_rope(
-    fields: Fields, head_dim: int, windows: Windows, *, default: dict[str, Any]
+    fields: Fields,
+    head_dim: int,
+    windows: Windows,
+    *,
+    default: dict[str, Any],
+    ropes: Callable[[Fields, int, Windows], Ropes] = one_rope,
 ) -> Ropes:
-    """default: the scaling where config.json says nothing of it."""
+    """default: the scaling where config.json says nothing of it. ropes: reads it."""
     if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
         fields = fields.with_defaults({"rope_scaling": default})
-    return one_rope(fields, head_dim, windows)
+    return ropes(fields, head_dim, windows)
 
 
 # ---- DeepSeek and GLM ----------------------------------------------------------------------------
@@ -537,7 +559,7 @@ FAMILIES = {
     "ministral3": Family(
         architecture="Ministral3ForCausalLM",
         design=Design(attention_flags={}, mlp_flags={}),
-        ropes=_ministral3_rope,
+        ropes=partial(_scaled_rope, default=_MINISTRAL3_ROPE, ropes=_ministral3_rope),
         windows=all_or_none,
         defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         computes=frozenset({"llama_4_scaling_beta"}),

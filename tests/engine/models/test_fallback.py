@@ -10,12 +10,14 @@ import transformers
 
 from penstock.engine.config import ModelImpl
 from penstock.engine.hub.check import find_implementation
+from penstock.engine.loading.executor import build_executor
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.fallback.check import check_model
 from penstock.engine.models.fallback.model import TransformersModel
 from penstock.engine.models.fallback.source import TransformersClass, UnsupportedClass
 from penstock.engine.models.families.families import FAMILIES
+from penstock.engine.process.phases import Phases
 from tests.support.other_decoders import (
     OTHER_DECODERS,
     REFUSED_CLASSES,
@@ -23,7 +25,7 @@ from tests.support.other_decoders import (
     make_other,
     make_refused,
 )
-from tests.support.tiny_models import make_model, save
+from tests.support.tiny_models import engine_config, make_model, save
 
 
 def config_of(directory: Path, **content: Any) -> Path:
@@ -156,3 +158,10 @@ def test_the_check_sees_one_wrong_layer_in_half_of_float32(monkeypatch: pytest.M
 
 def test_the_installed_transformers_has_what_the_registry_needs() -> None:
     assert callable(transformers.AttentionInterface.register)
+
+
+def test_experts_of_any_size_are_served(tmp_path: Path) -> None:
+    """Torch's grouped products, which the class prefers, take rows of whole 16 bytes alone."""
+    path = save(make_other("mixtral", intermediate_size=37), tmp_path)
+    executor = build_executor(engine_config(path), Phases())
+    assert executor.info.model_impl == "transformers"

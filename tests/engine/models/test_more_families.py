@@ -16,7 +16,9 @@ from torch import Tensor
 from penstock.engine.loading.devices import log_text_only
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.families.families import FAMILIES as ROWS
+from penstock.scheduler.errors import InvalidConfig
 from tests.support.compiler import HAS_COMPILER
+from tests.support.executors import cpu_executor
 from tests.support.published import PUBLISHED
 from tests.support.tiny_models import (
     LATENT_FAMILIES,
@@ -183,6 +185,16 @@ def test_dynamic_rope_has_the_logits_of_transformers_at_its_longest_length(
         torch.testing.assert_close(found, expected[start : start + 16], atol=TOLERANCE, rtol=0)
 
 
+def test_dynamic_rope_is_served_at_a_length_beyond_what_was_trained_on(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    path = save(make_model("llama2", rope_parameters=rope, max_position_embeddings=32), tmp_path)
+    for asked, served in ((None, 32), (80, 80)):
+        executor = cpu_executor(engine_config(path, max_model_len=asked), path)
+        assert executor.info.max_model_len == served
+    with pytest.raises(InvalidConfig, match="at most 128 positions"):
+        cpu_executor(engine_config(path, max_model_len=129), path)
+
+
 def test_a_llama_that_rotates_a_part_of_a_head_is_computed_as_phi_3_is(tmp_path: Path) -> None:
     """transformers' own Llama ignores that key, and rotates all."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
@@ -204,6 +216,66 @@ def test_a_llama_that_rotates_a_part_of_a_head_is_computed_as_phi_3_is(tmp_path:
                     tensors[name.replace(fused, each)] = part.contiguous()
     save_file(tensors, path / "model.safetensors")
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert_equal_logits(model, path)
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        # A window that no layer has: then no layer has rotary positions either.
+        ("exaone4", {"sliding_window": 9, "layer_types": [_FULL, _FULL]}),
+        # layer_types has windows, and the flag says no.
+        (
+            "smollm3",
+            {
+                "use_sliding_window": False,
+                "sliding_window": 5,
+                "layer_types": [_SLIDING, _FULL, _SLIDING],
+            },
+        ),
+        # Half of all pairs, rather than of the dimensions.
+        (
+            "llama2",
+            {
+                "rope_parameters": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+        # Trained on fewer positions than a turn of the fastest pair takes.
+        (
+            "llama2",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 50.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 1,
+                }
+            },
+        ),
+    ],
+)
+def test_settings_that_nobody_publishes_mean_what_they_mean_to_transformers(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(family, **options)
+    assert_equal_logits(model, save(model, tmp_path))
+
+
+def test_a_trained_length_beside_the_scaling_counts_more_than_one_in_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+    model = make_model("llama2", rope_parameters=rope, original_max_position_embeddings=16)
+    path = save(model, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["rope_parameters"]["original_max_position_embeddings"] == 16
+    config["rope_parameters"]["original_max_position_embeddings"] = 64
     (path / "config.json").write_text(json.dumps(config))
     assert_equal_logits(model, path)
 

@@ -120,8 +120,11 @@ class RopeSettings:
         return self._read(self._section(content, kind), theta, rotary_dim)
 
     def share_of_head(self, default: float = 1.0) -> float:
-        """Returns which share of a head's dimensions is rotated: the first."""
+        """Returns which share of a head's dimensions is rotated: the first. `proportional` has the
+        key for another share, that of pairs among all."""
         scaling = self._section(self._content)
+        if scaling.text("rope_type") == "proportional":
+            return 1.0
         return scaling.number(
             "partial_rotary_factor", self._fields.number("partial_rotary_factor", default)
         )
@@ -234,8 +237,16 @@ def _llama3(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> R
         factor=scaling.number("factor"),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=scaling.count("original_max_position_embeddings"),
+        original_max_positions=_trained_length(fields, scaling),
     )
+
+
+def _trained_length(fields: Fields, scaling: Fields) -> int:
+    """The number of positions before scaling. Like transformers, prefers what config.json has
+    beside the scaling to what is in it."""
+    longest = fields.count("max_position_embeddings")
+    own = scaling.count("original_max_position_embeddings", default=longest)
+    return fields.count("original_max_position_embeddings", default=own)
 
 
 def _yarn(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
@@ -246,16 +257,13 @@ def _yarn(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> Rop
         mscale, mscale_all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
     scaling.get("mscale_all_dim")
     growth = 0.1 * math.log(max(factor, 1.0))
-    trained = fields.count(
-        "original_max_position_embeddings", default=fields.count("max_position_embeddings")
-    )
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
         low_freq_factor=scaling.number("beta_slow", 1.0) if scaling.get("beta_slow") else 1.0,
         high_freq_factor=scaling.number("beta_fast", 32.0) if scaling.get("beta_fast") else 32.0,
-        original_max_positions=scaling.count("original_max_position_embeddings", default=trained),
+        original_max_positions=_trained_length(fields, scaling),
         attention_factor=scaling.number(
             "attention_factor", (1 + mscale * growth) / (1 + mscale_all_dim * growth)
         ),
@@ -269,10 +277,7 @@ def _longrope(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) ->
         _divisors(scaling, name, rotary_dim // 2) for name in ("short_factor", "long_factor")
     )
     longest = fields.count("max_position_embeddings")
-    trained = scaling.count(
-        "original_max_position_embeddings",
-        default=fields.count("original_max_position_embeddings", default=longest),
-    )
+    trained = _trained_length(fields, scaling)
     factor = scaling.number("factor", longest / trained)
     # For lengths of 1 there is no such logarithm; nobody has trained on them.
     growth = math.log(max(factor, 1.0)) / math.log(max(trained, 2))

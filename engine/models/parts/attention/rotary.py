@@ -156,7 +156,8 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
-    ramp = (torch.arange(rotary_dim // 2) - first) / max(last - first, 0.001)
+    # transformers keeps a ramp that falls, where the context is shorter than a turn.
+    ramp = (torch.arange(rotary_dim // 2) - first) / ((last - first) or 0.001)
     return 1 - ramp.clamp(0, 1)
 
 

@@ -7,6 +7,7 @@ from penstock.engine.models.errors import InvalidModel
 Windows = tuple[int | None, ...]
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_QWEN = {"sliding_window": 4096}  # where config.json has no such key
 
 
 def no_window(fields: Fields, num_layers: int) -> Windows:
@@ -32,10 +33,15 @@ def unless_off(fields: Fields, num_layers: int, default: list[str]) -> Windows:
 
     default: the kind of each layer, where config.json has no layer_types.
     """
-    window = _window(fields)
+    window = _window(fields if "sliding_window" in fields else fields.with_defaults(_QWEN))
     if not fields.flag("use_sliding_window"):
         window = None
     return _by_kind(_layer_types(fields, num_layers, default), window)
+
+
+def by_layer_types(fields: Fields, num_layers: int, default: list[str]) -> Windows:
+    """default: see `unless_off`."""
+    return _by_kind(_layer_types(fields, num_layers, default), _window(fields))
 
 
 def full_every(interval: int, fields: Fields, num_layers: int, *, first: int = -1) -> Windows:
