@@ -47,7 +47,8 @@ test-clients: .venv/installed-dev
 
 # Quantized checkpoints: the tests' own against the formats' packages, which are put into build/packers
 # without what they depend on, and each format through HTTP; and each family: answers of 200 tokens as
-# transformers has them, and one through HTTP. Takes seven minutes.
+# transformers has them, and one through HTTP; and ten random checkpoints in odd shapes, of which
+# `python -m tests.formats.odd --num 1000` answers more. Takes eight minutes.
 test-models: .venv/installed-dev build/packers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats
 
