@@ -75,7 +75,7 @@ def _normed(x, dim, scale, is_pair, is_query, query_norm, key_norm, kind: tl.con
 
 
 @triton.jit
-def _rotated(left, right, cos, sin, factor, kind: tl.constexpr):
+def rotated_pairs(left, right, cos, sin, factor, kind: tl.constexpr):
     """The pairs of heads, turned by their angles. factor: of each head, or None."""
     left_turned = left * cos - right * sin
     right_turned = right * cos + left * sin
@@ -187,7 +187,7 @@ def _rotate_and_store(
     factor = None
     if query_factors is not None:
         factor = tl.where(is_query, tl.load(query_factors + position), 1.0)
-    left, right = _rotated(left, right, c, s, factor, kind)
+    left, right = rotated_pairs(left, right, c, s, factor, kind)
     mask = is_there & is_query
     _store_pairs(query, token * NUM_HEADS + head, first, second, left, right, mask, HEAD_DIM)
     if KV_PARTS > 0:

@@ -224,6 +224,7 @@ class ModelConfig:
                 num_kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
                 block_size=block_size,
+                latent_dim=attention.heads.latent_dim,
             )
             found.setdefault(shape, set()).add(attention.window)
         return found

@@ -455,8 +455,8 @@ class MetaModel:
             store_sampled(_ints(num_rows), step.slots, step.context_lens, token_table, *host)
             update_table(_ints(num_rows, 3), step.block_tables)
             for pool in self._pool.groups:
-                for keys, values in pool.pairs():
-                    copy_blocks(_ints(1, 2), keys, values)
+                for pair in pool.pairs():
+                    copy_blocks(_ints(1, 2), *pair)
                 self._move(pool)
             if (states := self._pool.recurrent) is not None:
                 copy_blocks(_ints(1, 2), states.matrices)

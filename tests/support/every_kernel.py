@@ -8,15 +8,25 @@ in it. Run it without TRITON_INTERPRET.
 import ast
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from penstock.engine.kernels.activation import add_gated, softcap
+from penstock.engine.kernels.attention.paged.attention import PagedAttention
+from penstock.engine.kernels.attention.protocol import LayerContext
+from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.launch import overlap
 from penstock.engine.kernels.sample.sampler import Mode
+from penstock.engine.models.parts.attention.rope import RopeConfig
+from penstock.engine.models.parts.attention.rotary import Angles
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.kernels.routing import route
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
+from penstock.engine.models.parts.latent_attention.kernels.products import head_products
+from penstock.engine.models.parts.latent_attention.kernels.tokens import rotate_and_store_latents
 from penstock.engine.models.parts.per_layer_inputs.kernels import add_table_rows, gate_input
+from penstock.engine.step.device_step import DeviceStep
 from tests.bench.gpu import resources
 from tests.support.compile_kernels import META, Launch, MetaModel, recorded
 from tests.support.convergence import parted
@@ -70,7 +80,39 @@ def launches() -> Iterator[Launch]:
         add_table_rows(inputs, ids, _empty(1000, 30 * 256), _empty(256), 1e-6, 0.5)
         gate_input(_empty(7, 256), inputs, 3)
         route(_empty(7, 256).float(), _EXPERTS, corrections=_empty(256).float())
+        _launch_latents()
     yield from others
+
+
+def _launch_latents() -> None:
+    """As DeepSeek-V3's attention does, of which the heads of a rank are here."""
+    config = LatentAttention(
+        hidden_size=7168, num_heads=16, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128,
+        rope=RopeConfig(theta=1e4), scale=0.1,
+    )  # fmt: skip
+    positions, keys = torch.empty(7, dtype=torch.int32, device=META), _empty(9, 64, 1, 576)
+    table = torch.empty(100, 32, device=META)
+    step = DeviceStep(
+        token_ids=positions, positions=positions, kv_slots=positions.long(), slots=positions,
+        context_lens=positions, num_decodes=7, chunk_starts=None, block_tables=positions.view(1, 7),
+    )  # fmt: skip
+    query, heads = _empty(7, 16, 576), _empty(7, 16, 192)
+    angles = Angles(table, table, table[:, 0].contiguous(), 64)
+    rotate_and_store_latents(
+        config, _empty(7, 576), heads, _empty(512), angles, step, keys, query
+    )  # fmt: skip
+    head_products(heads[..., :128], _empty(16, 512, 128), query[..., :512])
+    shape = AttentionShape(
+        num_heads=16, num_kv_heads=1, head_dim=576, block_size=64, latent_dim=512
+    )  # fmt: skip
+    attention = PagedAttention({shape: [None]}, 16, 64, 132, META, torch.bfloat16)
+    attention.plan(step)
+    context = LayerContext(keys, keys[..., :512], None)
+    attention(query, context, step, _empty(7, 16, 512))
+    chunk = replace(step, num_decodes=0, chunk_starts=positions[:2], slots=positions[:1])
+    chunk = replace(chunk, context_lens=positions[:1])
+    attention.plan(chunk)
+    attention(query, context, chunk, _empty(7, 16, 512))
 
 
 def _empty(*shape: int) -> torch.Tensor:

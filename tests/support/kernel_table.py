@@ -63,6 +63,8 @@ def faults(entry: Entry) -> list[str]:
     least = _LEAST_PROGRAMS.get(name, 1)
     if entry["constants"].get("HEAD_DIM", 0) > _WIDE_HEAD:
         least = min(least, _LEAST_WIDE)
+    if entry["constants"].get("REST"):  # of latents
+        least = 1
     if programs_that_fit(entry) < least:
         found.append(f"{programs_that_fit(entry)} programs fit a multiprocessor")
     return found

@@ -16,14 +16,14 @@ def reference_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`gathered_attention` in float32, one sequence at a time, with the full matrix of scores."""
-    output = torch.empty_like(query)
+    output = query.new_empty(*query.shape[:2], values.shape[3])
     block_size, num_kv_heads, head_dim = keys.shape[1:]
     group = query.shape[1] // num_kv_heads
     for row, context_len in enumerate(step.context_lens):
         first, end = step.query_starts[row], step.query_starts[row + 1]
         table = step.block_tables[row, : -(-context_len // block_size)]
         key, value = (
-            pool[table].view(-1, num_kv_heads, head_dim)[:context_len].float()
+            pool[table].view(-1, num_kv_heads, pool.shape[3])[:context_len].float()
             for pool in (keys, values)
         )
         grouped = query[first:end].float().view(-1, num_kv_heads, group, head_dim)

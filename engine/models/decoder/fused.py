@@ -39,6 +39,8 @@ from penstock.engine.models.parts.delta_net.config import DeltaNet
 from penstock.engine.models.parts.delta_net.gpu import FusedDeltaNet
 from penstock.engine.models.parts.experts.config import Experts
 from penstock.engine.models.parts.experts.gpu import FusedExperts
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
+from penstock.engine.models.parts.latent_attention.gpu import FusedLatentAttention
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.norm.config import Norms
@@ -65,7 +67,8 @@ class FusedMixer(Protocol):
     out_shape: tuple[int, ...]
 
     def __call__(self, projected: list[Tensor], step: DeviceStep, out: Tensor) -> Tensor:
-        """Returns the output product's input, (T, columns), in the memory of out, (T, *out_shape).
+        """Returns the output product's input, (T, columns), in the memory of out, (T, *out_shape),
+        or made of it; of tokens that only pad a graph zeros, as out has them.
 
         projected: what the projections give. step: as the layer's group sees it.
         """
@@ -76,7 +79,7 @@ class FusedMixer(Protocol):
 # and for attention the angles of its heads and the backend.
 _MIXERS: Mapping[
     type[Part], Callable[[Any, LayerPools, int, Angles | None, DeviceAttention], FusedMixer]
-] = {Attention: FusedAttention, DeltaNet: FusedDeltaNet}
+] = {Attention: FusedAttention, LatentAttention: FusedLatentAttention, DeltaNet: FusedDeltaNet}
 _PROJECTIONS = (Stack.QKV, Stack.GATES)
 # The parts that it computes.
 _PARTS = {*_MIXERS, MLP, Experts, Norms, PerLayerInput}

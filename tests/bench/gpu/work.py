@@ -239,13 +239,18 @@ def _decode(launched: Launched, step: Step, inner: int) -> dict[str, Any]:
     if step.drafts:  # another kernel combines them
         rounds = 0
     scale_bytes = 0 if a["key_scales"] is None else a["key_scales"].element_size()
-    token_bytes = 2 * heads * (dim * a["keys"].element_size() + scale_bytes)
+    # A latent is key and value of all heads, and is read for each part of these.
+    rest = constants["REST"]
+    key_bytes = (dim + rest) * a["keys"].element_size()
+    token_bytes = (1 if rest else 2 * heads) * (key_bytes + scale_bytes)
+    again = (heads - 1) * sum(step.decodes) * token_bytes if rest else 0
     tiles = sum(-(-context // constants["TILE"]) for context in step.decodes)
-    tile_bytes = 2 * constants["TILE"] * dim * a["keys"].element_size()
+    tile_bytes = (1 if rest else 2) * constants["TILE"] * key_bytes
+    combined_bytes = (2 - bool(step.drafts)) * num_queries * partials
     return {
         "busy": min(launched.programs, pieces * heads),
         "memory_bytes": sum(step.decodes) * token_bytes,
-        "cached_bytes": 2 * a["out"].nbytes + (2 - bool(step.drafts)) * num_queries * partials,
+        "cached_bytes": again + 2 * a["out"].nbytes + combined_bytes,
         "in_flight": 2 * tile_bytes,
         "issued": float(tiles * heads * launched.options["num_warps"] * inner),
         "combined": rounds * constants["GROUP_SIZE"],
@@ -271,17 +276,19 @@ def _prefill(launched: Launched, step: Step) -> dict[str, Any]:
     a, constants = launched.arguments, launched.constants
     heads, dim = constants["NUM_KV_HEADS"], constants["HEAD_DIM"]
     pairs = sum(count * before + count * (count + 1) / 2 for count, before in step.chunks)
-    tokens = sum(count + before for count, before in step.chunks)
+    tokens, rest = sum(count + before for count, before in step.chunks), constants["REST"]
     return {
         "busy": min(launched.programs, int(a["first_item"][a["num_rows"]]) * heads),
-        "cached_bytes": 2 * tokens * heads * dim * 2 + 2 * a["out"].nbytes,
-        "flops": 4 * pairs * constants["NUM_HEADS"] * dim,
+        "cached_bytes": 2 * tokens * heads * (dim + rest if rest else 2 * dim)
+        + 2 * a["out"].nbytes,
+        "flops": 2 * pairs * constants["NUM_HEADS"] * (2 * dim + rest),
     }
 
 
 # Of a kernel whose tensors are larger than what it touches, those that it touches whole.
 _TOUCHED = {
     "_rotate_and_store": ("qkv", "qkv"),
+    "_rotate_and_store_latents": ("latents", "heads", "query"),
     "_embed": ("residual", "residual"),
     "_scan": ("logits",),
     "_coarse": ("logits",),
@@ -299,6 +306,9 @@ def _small(launched: Launched) -> dict[str, Any]:
     if launched.kernel in _TABLES:
         return {}
     arguments = launched.arguments
+    if launched.kernel == "_head_products":
+        cached = arguments["x"].nbytes + arguments["out"].nbytes
+        return {"memory_bytes": arguments["weight"].nbytes, "cached_bytes": cached}
     if launched.kernel == "_sort":  # every program reads all rows twice
         return {"cached_bytes": 2 * arguments["chosen"].nbytes * launched.programs}
     if launched.kernel in _TOUCHED:

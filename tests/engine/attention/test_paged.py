@@ -24,6 +24,12 @@ SHAPES = [
     AttentionShape(num_heads=6, num_kv_heads=2, head_dim=24, block_size=64),
     AttentionShape(num_heads=7, num_kv_heads=1, head_dim=8, block_size=128),
 ]
+# Of latents: heads in one tile, in two, and one that is alone.
+LATENTS = [
+    AttentionShape(num_heads=6, num_kv_heads=1, head_dim=56, block_size=16, latent_dim=40),
+    AttentionShape(num_heads=96, num_kv_heads=1, head_dim=24, block_size=64, latent_dim=16),
+    AttentionShape(num_heads=1, num_kv_heads=1, head_dim=36, block_size=128, latent_dim=32),
+]
 
 # On a GPU all are. In the interpreter each takes seconds.
 SLOW = () if ON_GPU else (pytest.mark.slow,)
@@ -52,6 +58,8 @@ class Rows:
             keys[unused] = values[unused] = float("nan")
         self.keys: KVPages = coded(keys, kv_dtype) if kv_dtype else keys
         self.values: KVPages = coded(values, kv_dtype) if kv_dtype else values
+        if shape.latent_dim:
+            self.values = _first(self.keys, shape.latent_dim)
         self.tables = torch.full((num_rows + 2, max(num_blocks)), pool[0] - 1, dtype=torch.int32)
         slots = torch.randperm(num_rows + 2, generator=torch.Generator().manual_seed(1))[:num_rows]
         owned = torch.split(shuffled[: sum(num_blocks)], num_blocks)
@@ -74,7 +82,7 @@ class Rows:
         self.tables, self.slots = self.tables.to(DEVICE), slots.to(DEVICE, torch.int32)
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.offsets = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
-        self.out = poisoned(*self.query.shape, dtype=dtype)
+        self.out = poisoned(*self.query.shape[:2], shape.value_dim, dtype=dtype)
 
     def layer(self, window: int | None, sinks: Tensor | None = None) -> LayerContext:
         return LayerContext(self.keys, self.values, window, sinks)
@@ -93,6 +101,12 @@ def _plain(pages: KVPages) -> Tensor:
     return decode(pages.codes, pages.scales.transpose(1, 2)).cpu()
 
 
+def _first(pages: KVPages, dims: int) -> KVPages:
+    if isinstance(pages, Tensor):
+        return pages[..., :dims]
+    return Codes(pages.codes[..., :dims], pages.scales)
+
+
 def _copy(pages: KVPages) -> KVPages:
     if isinstance(pages, Tensor):
         return pages.clone()
@@ -101,7 +115,7 @@ def _copy(pages: KVPages) -> KVPages:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
 def test_decode_agrees_with_the_reference(
     shape: AttentionShape, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -136,7 +150,11 @@ def test_sinks_take_their_share_once_whatever_pieces_a_row_has(window: int | Non
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     # The interpreter is slow; together these have blocks larger and smaller than a tile.
-    list(product(SHAPES, DTYPES) if ON_GPU else zip(SHAPES[:2], DTYPES, strict=True)),
+    list(
+        product([*SHAPES, *LATENTS], DTYPES)
+        if ON_GPU
+        else zip([*SHAPES[:2], *LATENTS[:2]], DTYPES * 2, strict=True)
+    ),
 )
 def test_decode_and_prefill_read_codes_as_the_reference_reads_their_values(
     shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype
@@ -181,7 +199,8 @@ def _decode_queries(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
-    ("shape", "most"), [(SHAPES[0], 2), (SHAPES[1], 4), (SHAPES[2], 8), (SHAPES[1], 8)]
+    ("shape", "most"),
+    [(SHAPES[0], 2), (SHAPES[1], 4), (SHAPES[2], 8), (SHAPES[1], 8), (LATENTS[0], 4)],
 )
 def test_a_row_of_several_queries_agrees_with_the_reference(
     shape: AttentionShape, most: int, window: int | None, dtype: torch.dtype
@@ -362,7 +381,9 @@ def test_the_pieces_of_a_plan_cover_each_row_once(lengths: list[int], window: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=SLOW), SHAPES[2]])
+@pytest.mark.parametrize(
+    "shape", [SHAPES[0], pytest.param(SHAPES[1], marks=SLOW), SHAPES[2], *LATENTS]
+)
 def test_prefill_agrees_with_the_reference(
     shape: AttentionShape, window: int | None, dtype: torch.dtype
 ) -> None:

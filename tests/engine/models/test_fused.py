@@ -24,6 +24,7 @@ from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import (
     BLOCK_SIZE,
     FAMILIES,
+    LATENT_FAMILIES,
     MAX_LEN,
     MORE_FAMILIES,
     make_model,
@@ -41,7 +42,7 @@ NUM_BLOCKS, NUM_SLOTS = 40, 6
 # The interpreter takes seconds per family; together these have every feature of the others.
 SOME = ("llama_biases", "mistral_window", "qwen3")
 # One of each kind of layer.
-SOME_MORE = ("phi4_mini", "gemma3")
+SOME_MORE = ("phi4_mini", "gemma3", "youtu")
 # In float32 only the order of summation differs; torch does not use TF32 by default.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 MORE_TOLERANCE = 1e-4  # of logits up to 10
@@ -144,7 +145,7 @@ def test_prefill_chunks_and_decodes_agree_with_transformers(
     "family",
     [
         name if ON_GPU or name in SOME_MORE else pytest.param(name, marks=pytest.mark.slow)
-        for name in MORE_FAMILIES
+        for name in (*MORE_FAMILIES, *LATENT_FAMILIES)
         if not name.endswith(("_wrapped", "_no_window")) or name.startswith("gemma4")
     ],
 )

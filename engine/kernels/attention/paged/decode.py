@@ -40,6 +40,9 @@ _TILE = 64
 DECODES_PER_SM = 3
 # Where a tile has more queries than the matrix units' smallest one.
 _LARGE_PER_SM = 2
+# Of latents, whose sums take the registers. Of pieces twice as many: the partial results of all
+# heads of one take tens of kilobytes.
+_LATENTS_PER_SM, _LATENT_PIECES_PER_SM = 1, 2
 # While there is less than this for each program, all pieces run at once; with more, in several
 # rounds, so that little of the device is idle in the last one.
 _LONG_PIECE = 512
@@ -68,9 +71,11 @@ class PagedDecode:
         """num_sms: multiprocessors of the device. per_sm: programs for each. drafted: None where no
         row has drafts. Allocates some MB, or some tens where rows have any."""
         self._shape = shape
-        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        heads, dim = shape.num_heads, shape.value_dim
+        kv_heads = _constants(shape, 1)["NUM_KV_HEADS"]
         self._num_sms, self._per_sm = num_sms, per_sm
-        self._num_pieces = max(1, _PIECES_PER_SM * num_sms // kv_heads)
+        pieces_per_sm = _LATENT_PIECES_PER_SM if shape.latent_dim else _PIECES_PER_SM
+        self._num_pieces = max(1, pieces_per_sm * num_sms // kv_heads)
         num_partial = self._num_pieces + max_rows
         if drafted is not None:
             num_drafted = self._num_pieces + drafted.most_tokens
@@ -103,7 +108,8 @@ class PagedDecode:
             max_items = self._num_pieces + self._max_rows
             self._lists[window] = WorkList.empty(max_items, self._max_rows, self._device)
         work, most_queries = self._lists[window], 1 if queries is None else queries.most
-        at_once = max(1, self._num_programs(most_queries) // self._shape.num_kv_heads)
+        kv_heads = _constants(self._shape, most_queries)["NUM_KV_HEADS"]
+        at_once = max(1, self._num_programs(most_queries) // kv_heads)
         _plan_decode[(1,)](
             context_lens, row_slots, work.items, work.first_item, work.tokens, num_rows,
             window or 0, self._num_pieces, at_once,
@@ -122,19 +128,19 @@ class PagedDecode:
         kv_slots: Tensor | None = None,
         most_queries: int = 1,
     ) -> None:
-        """Writes out, (T, num_heads, head_dim), of the rows that were planned.
+        """Writes out, (T, num_heads, value_dim), of the rows that were planned.
 
-        query: like out. block_tables: (num_slots, max_blocks) int32. rotation: if given, query is
-        the projection instead, (T, (num_heads + kv_parts * num_kv_heads) * head_dim), and its keys
-        and values are written to kv_slots, (T,) int64; of rows with one query. most_queries: of a
-        row, a power of two.
+        query: (T, num_heads, head_dim). block_tables: (num_slots, max_blocks) int32. rotation: if
+        given, query is the projection instead, (T, (num_heads + kv_parts * num_kv_heads) *
+        head_dim), and its keys and values are written to kv_slots, (T,) int64; of rows with one
+        query, and not of latents. most_queries: of a row, a power of two.
         """
         assert rotation is None or most_queries == 1, most_queries
         shape, work, num_rows = self._shape, self._lists[layer.window], len(out)
         pages = pointers(layer.keys, layer.values)
         is_wide = query.dtype is torch.float32 and shape.head_dim > SMALL_HEAD
         constants = dict(_constants(shape, most_queries))
-        most = (self._num_pieces + num_rows) * shape.num_kv_heads
+        most = (self._num_pieces + num_rows) * constants["NUM_KV_HEADS"]
         _decode[(min(self._num_programs(most_queries), most),)](
             query, *pages, block_tables, work.items, work.first_item, out, self._partial,
             self._lse, self._arrived, layer.sinks, num_rows, block_tables.stride(0),
@@ -144,15 +150,17 @@ class PagedDecode:
             **_options(constants, is_wide=is_wide, is_coded=pages[2] is not None),
         )  # fmt: skip
         if most_queries > 1:
-            for name in ("GROUP_ROWS", "BLOCK_SIZE"):
+            for name in ("GROUP_ROWS", "REST", "REST_DIMS", "BLOCK_SIZE"):
                 del constants[name]
-            _combine_queries[(num_rows, shape.num_kv_heads)](
+            _combine_queries[(num_rows, constants["NUM_KV_HEADS"])](
                 work.tokens, out, self._partial, self._lse, **constants, num_warps=4,
                 **overlapped(),
             )  # fmt: skip
 
     def _num_programs(self, most_queries: int) -> int:
         """That the device holds, of such rows."""
+        if self._shape.latent_dim:
+            return self._num_sms * _LATENTS_PER_SM
         is_large = _constants(self._shape, most_queries)["GROUP_ROWS"] > 16
         return self._num_sms * (min(self._per_sm, _LARGE_PER_SM) if is_large else self._per_sm)
 
@@ -164,8 +172,9 @@ class PagedDecode:
 @cache
 def _constants(shape: AttentionShape, most_queries: int) -> dict[str, int]:
     """Those of rows with so many queries."""
-    constants, group_size = shape_constants(shape), next_power_of_2(shape.group)
-    combined = _MOST_COMBINED // (group_size * next_power_of_2(shape.head_dim))
+    constants = shape_constants(shape, most_queries)
+    group_size = next_power_of_2(shape.num_heads // constants["NUM_KV_HEADS"])
+    combined = _MOST_COMBINED // (group_size * next_power_of_2(shape.value_dim))
     return constants | {
         "GROUP_ROWS": max(16, group_size * most_queries),
         "GROUP_SIZE": group_size,
@@ -469,10 +478,10 @@ def _decode(
     lse, arrived, sinks, num_rows, table_stride, window, scale,
     kv_slots, cos, sin, query_norm, key_norm, query_factors, eps, angles_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    KV_PARTS: tl.constexpr, NORMS_VALUES: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, QUERIES: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    DIMS: tl.constexpr, REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr, KV_PARTS: tl.constexpr,
+    NORMS_VALUES: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr, COMBINED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pieces of rows, for all query heads of one KV head each, one after the other."""
     wait_for_kernels_before(PDL)
@@ -499,7 +508,8 @@ def _decode(
             member, kv_head, num_queries, NUM_HEADS, GROUP, GROUP_SIZE, QUERIES
         )
         is_there = is_head[:, None] & (dim < HEAD_DIM)[None, :]
-        source = query + row * QUERY_HEADS * HEAD_DIM
+        source = query + row * QUERY_HEADS * (HEAD_DIM + REST)
+        q_rest = None
         if ROTATES:
             position = (context_len - 1).to(tl.int64)
             angle = position * angles_stride
@@ -519,8 +529,13 @@ def _decode(
                     NORMS_VALUES,
                 )  # fmt: skip
         else:
-            offset = place[:, None] * HEAD_DIM + dim[None, :]
-            q = tl.load(source + offset, mask=is_there, other=0.0)
+            first_dim = place[:, None] * (HEAD_DIM + REST)
+            q = tl.load(source + first_dim + dim[None, :], mask=is_there, other=0.0)
+            if REST > 0:
+                rest = tl.arange(0, REST_DIMS)
+                is_rest = is_head[:, None] & (rest < REST)[None, :]
+                place_of_rest = source + first_dim + HEAD_DIM + rest[None, :]
+                q_rest = tl.load(place_of_rest, mask=is_rest, other=0.0)
         query_position = tl.zeros((GROUP_ROWS,), tl.int32) + context_len - 1
         if QUERIES > 1:
             query_position += member // GROUP_SIZE - num_queries + 1
@@ -535,9 +550,9 @@ def _decode(
             total = tl.where(item == first, 1.0, total)
         for start in range(begin, end, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, key_scales, value_scales, start, end,
-                window, scale, kv_head, acc, peak, total, True,
-                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
+                end, window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         _store_piece(
             acc, peak, total, item, first, count, row, kv_head, place, is_head, out, partial, lse,

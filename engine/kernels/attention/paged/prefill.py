@@ -64,10 +64,11 @@ class PagedPrefill:
         dtype: torch.dtype,
     ) -> None:
         """num_sms: multiprocessors of the device. dtype: of queries."""
-        self._shape = shape
         self._least_programs = _PREFILLS_PER_SM * num_sms
         self._tile = PrefillTile.of(shape.head_dim, dtype)
-        self._tokens_per_tile = max(1, self._tile.rows // shape.group)
+        self._constants = shape_constants(shape)
+        self._group = shape.num_heads // self._constants["NUM_KV_HEADS"]
+        self._tokens_per_tile = max(1, self._tile.rows // self._group)
         self._max_rows = max_rows
         max_items = -(-max_tokens // self._tokens_per_tile) + max_rows
         self._work = WorkList.empty(max_items, max_rows, device)
@@ -92,23 +93,23 @@ class PagedPrefill:
         context_lens: Tensor,
         out: Tensor,
     ) -> None:
-        """Writes out, (T, num_heads, head_dim), of the tokens of the rows that were planned.
+        """Writes out, (T, num_heads, value_dim), of the tokens of the rows that were planned.
 
-        query: like out; row i has its tokens [query_starts[i], query_starts[i + 1]), the last of
-        which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
+        query: (T, num_heads, head_dim); row i has its tokens [query_starts[i], query_starts[i +
+        1]), the last of which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
         """
-        shape, num_rows = self._shape, len(context_lens)
+        num_rows, kv_heads = len(context_lens), self._constants["NUM_KV_HEADS"]
         tile, pages = self._tile, pointers(layer.keys, layer.values)
         # Each row may have a tile more than its share. Programs take them in turn: started for
         # each row of a graph, most would find nothing.
         full = -(-len(query) // self._tokens_per_tile)
-        most, least = ((n * shape.num_kv_heads) for n in (full + num_rows, full))
+        most, least = (full + num_rows) * kv_heads, full * kv_heads
         _prefill[(min(most, max(least, self._least_programs)),)](
             query, *pages, block_tables, row_slots, query_starts, context_lens,
             self._work.items, self._work.first_item, out, layer.sinks, num_rows,
-            block_tables.stride(0), layer.window or 0, shape.head_dim**-0.5 * LOG2_E,
-            **shape_constants(shape), TOKENS=self._tokens_per_tile,
-            QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * shape.group)),
+            block_tables.stride(0), layer.window or 0, query.shape[2] ** -0.5 * LOG2_E,
+            **self._constants, TOKENS=self._tokens_per_tile,
+            QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * self._group)),
             TILE=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages, **overlapped(),
         )  # fmt: skip
 
@@ -158,8 +159,8 @@ def _prefill(
     query, keys, values, key_scales, value_scales, block_tables, row_slots, query_starts,
     context_lens, items, first_item, out, sinks, num_rows, table_stride, window, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles of some query tokens of one sequence, for all query heads of one KV head each."""
     wait_for_kernels_before(PDL)
@@ -180,10 +181,15 @@ def _prefill(
         token = first_token + member // GROUP
         is_query = (member < TOKENS * GROUP) & (token < end_token)
         head = kv_head * GROUP + member % GROUP
-        offset = ((start_of_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM
-        offset = offset + dim[None, :]
+        place = ((start_of_row + token).to(tl.int64) * NUM_HEADS + head)[:, None]
         is_there = is_query[:, None] & (dim < HEAD_DIM)[None, :]
-        q = tl.load(query + offset, mask=is_there, other=0.0)
+        source = query + place * (HEAD_DIM + REST)
+        q = tl.load(source + dim[None, :], mask=is_there, other=0.0)
+        q_rest = None
+        if REST > 0:
+            rest = tl.arange(0, REST_DIMS)
+            is_rest = is_query[:, None] & (rest < REST)[None, :]
+            q_rest = tl.load(source + HEAD_DIM + rest[None, :], mask=is_rest, other=0.0)
         # Padding queries take the last one's position, so that they attend to some key.
         query_position = first_position + tl.minimum(token, end_token - 1)
 
@@ -202,15 +208,16 @@ def _prefill(
             all_seen = begin
         for start in range(begin, all_seen, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, key_scales, value_scales, start, end,
-                window, scale, kv_head, acc, peak, total, False,
-                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
+                end, window, scale, kv_head, acc, peak, total, False,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         for start in range(all_seen, end, TILE):
             acc, peak, total = attend(
-                q, query_position, table, keys, values, key_scales, value_scales, start, end,
-                window, scale, kv_head, acc, peak, total, True,
-                NUM_KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE,
+                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
+                end, window, scale, kv_head, acc, peak, total, True,
+                NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         mixed = acc / total[:, None]
-        tl.store(out + offset, mixed.to(out.dtype.element_ty), mask=is_there)
+        target = out + place * HEAD_DIM + dim[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_there)

@@ -11,6 +11,9 @@ from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.kernels.kv_codes import decode, unit_of
 from penstock.engine.kernels.sizes import next_power_of_2
 
+# The most rows of a decode's tile whose heads read one latent: of 64 with 512 dimensions, the sums
+# and products would spill registers.
+_LATENT_ROWS = 32
 # Only test models have such small heads: in the interpreter, many small tiles are slow.
 SMALL_HEAD = 16
 # Fields of a work item of a decode: the row's first token, begin, end, how many pieces the row has,
@@ -41,14 +44,28 @@ class WorkList:
         return cls(empty(max_items, ITEM), empty(max_rows + 1), empty(max_rows, 4))
 
 
-def shape_constants(shape: AttentionShape) -> dict[str, int]:
+def shape_constants(shape: AttentionShape, queries: int = 1) -> dict[str, int]:
+    """queries: of a row that a tile has at once. HEAD_DIM: of values; REST: how many more numbers a
+    key has. NUM_KV_HEADS: the parts that heads are divided into, each of which is a tile's; where
+    all heads read one latent, as few parts as keep a tile within _LATENT_ROWS."""
+    parts, rest = shape.num_kv_heads, shape.head_dim - shape.value_dim
+    if rest:
+        divisors = (n for n in range(1, shape.num_heads) if shape.num_heads % n == 0)
+        fitting = (n for n in divisors if _rows(shape.num_heads // n, queries) <= _LATENT_ROWS)
+        parts = next(fitting, shape.num_heads)
     return {
         "NUM_HEADS": shape.num_heads,
-        "NUM_KV_HEADS": shape.num_kv_heads,
-        "HEAD_DIM": shape.head_dim,
-        "DIMS": max(16, next_power_of_2(shape.head_dim)),  # as matrix units need
+        "NUM_KV_HEADS": parts,
+        "HEAD_DIM": shape.value_dim,
+        "DIMS": max(16, next_power_of_2(shape.value_dim)),  # as matrix units need
+        "REST": rest,
+        "REST_DIMS": max(16, next_power_of_2(rest)) if rest else 0,
         "BLOCK_SIZE": shape.block_size,
     }
+
+
+def _rows(heads: int, queries: int) -> int:
+    return next_power_of_2(heads) * queries
 
 
 @triton.jit
@@ -100,29 +117,44 @@ def _mixed(weights, v, scales, place, is_key, kind: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, query_position, table, keys, values, key_scales, value_scales, start, end, window, scale,
-    kv_head, acc, peak, total,
+    q, q_rest, query_position, table, keys, values, key_scales, value_scales, start, end, window,
+    scale, kv_head, acc, peak, total,
     IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    DIMS: tl.constexpr, REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two."""
+    """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two.
+
+    q_rest: the queries' last REST numbers, if there are any. Then all heads read the same keys,
+    whose first numbers are the values, so that these are read once.
+    """
     dim = tl.arange(0, DIMS)
     position = start + tl.arange(0, TILE)
     is_key = position < end
     blocks = _blocks(table, position, is_key, BLOCK_SIZE, TILE)
     rows = blocks * BLOCK_SIZE + position % BLOCK_SIZE
-    offset = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + dim[None, :]
-    place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE  # of scales
+    if REST > 0:
+        first = rows[:, None] * (HEAD_DIM + REST)
+        place = rows  # of scales
+    else:
+        first = rows[:, None] * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        place = (blocks * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+    offset = first + dim[None, :]
     # Values past the end have weight 0, but 0 times NaN is NaN: they are not read.
     is_there = is_key[:, None] & (dim < HEAD_DIM)[None, :]
     k = tl.load(keys + offset, mask=is_there, other=0.0)
     scores = _scores(q, k, key_scales, place, is_key, scale)
+    if REST > 0:
+        rest = tl.arange(0, REST_DIMS)
+        is_rest = is_key[:, None] & (rest < REST)[None, :]
+        k_rest = tl.load(keys + first + HEAD_DIM + rest[None, :], mask=is_rest, other=0.0)
+        scores += _scores(q_rest, k_rest, key_scales, place, is_key, scale)
     if IS_MASKED:
         seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
         if window > 0:
             seen = seen & (position[None, :] > query_position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    v = tl.load(values + offset, mask=is_there, other=0.0)
+    v = k if REST > 0 else tl.load(values + offset, mask=is_there, other=0.0)
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
     share = tl.exp2(peak - new_peak)

@@ -1,0 +1,1 @@
+"""Queries and latents between products and attention, and the products of each head."""
