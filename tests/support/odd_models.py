@@ -215,6 +215,16 @@ def _qwen3_moe(draw: Draw) -> Settings:
     }
 
 
+def _qwen2_moe(draw: Draw) -> Settings:
+    settings = _with_rope(draw, draw.sizes(has_head_dim=False)) | draw.experts()
+    return _qwen_windows(draw, settings) | {
+        "norm_topk_prob": draw.flag(),
+        "decoder_sparse_step": draw.choice((1, 1, 2)),
+        "shared_expert_intermediate_size": draw.choice(WIDTHS),
+        "qkv_bias": draw.flag(),
+    }
+
+
 def _phi3(draw: Draw) -> Settings:
     settings = draw.sizes(has_head_dim=False)
     settings.pop("head_dim", None)
@@ -471,6 +481,7 @@ _OURS: dict[str, Callable[[Draw], Settings]] = {
     "mistral_window": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "phi4_mini": _phi3,
     "smollm3": _smollm3,
