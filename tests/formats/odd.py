@@ -283,8 +283,10 @@ class Transformers:
             model.path, dtype=dtype, attn_implementation="eager"
         )
         self._network = network.float()
-        if network._can_set_experts_implementation():  # others want sizes of whole vectors
-            network.set_experts_implementation("eager")
+        for each in network.modules():  # others want sizes of whole vectors
+            config: Any = getattr(each, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                config._experts_implementation = "eager"
         self._length = model.max_model_len
 
     def logprobs(self, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:

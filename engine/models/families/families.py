@@ -314,6 +314,7 @@ def _glm4_moe(fields: Fields, design: Design) -> Design:
 
 _CWM_ROPE = {
     "rope_type": "llama3",
+    "rope_theta": 1e6,
     "factor": 16.0,
     "high_freq_factor": 4.0,
     "low_freq_factor": 1.0,
