@@ -228,7 +228,9 @@ def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]
     has_head = len(model.norm) > 0
     given = {"linear": packer.packed(output)} if has_head else {}
     head = packer.filled("Head", model, config.head, **given)
-    is_shared = has_head and config.head.is_tied and isinstance(output, PlainLinear)
+    # Codes that are widened, as of odd columns, are not the embedding, which was never rounded.
+    is_plain = isinstance(output, PlainLinear) and output is model.lm_head
+    is_shared = has_head and config.head.is_tied and is_plain
     if is_shared and isinstance(output, PlainLinear):  # then it is in memory once
         table = output.weight
     embedding = structure("Embedding")(

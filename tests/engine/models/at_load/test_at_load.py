@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,19 +11,25 @@ import pytest
 import torch
 
 from penstock.engine.config import LoadFormat, Quantization
+from penstock.engine.memory.host import Arena
 from penstock.engine.models.at_load.quantize import (
     Quantized,
+    Rounder,
     quantization_plan,
     quantize,
 )
 from penstock.engine.models.at_load.rounding import rounded
+from penstock.engine.models.at_load.weights import QuantizedWeights
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.division.shard import Shard
 from penstock.engine.models.division.stage import Stage
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.layers.linear import PlainLinear
+from penstock.engine.models.weights import Checkpoint
 from penstock.engine.process.phases import LoadProgress, Phases
+from tests.support.compiler import needs_compiler
 from tests.support.paths import DEMO_MODEL
-from tests.support.tiny_models import engine_config, make_model, save
+from tests.support.tiny_models import Harness, engine_config, make_model, save
 
 INT8, INT4 = Quantization.INT8, Quantization.INT4
 
@@ -266,3 +273,25 @@ def test_each_rank_and_each_stage_has_its_own_cache(directory: Path, cache: Path
     assert are_equal(whole, load(directory, INT8))
     names = [name for made in first[:2] for part in made.plan.parts for name in part.names]
     assert sorted(names) == sorted(name for part in whole.plan.parts for name in part.names)
+
+
+@needs_compiler
+@pytest.mark.parametrize("hidden_size", [45, 46])
+def test_a_tied_embedding_is_not_rounded_with_the_output_layer(
+    hidden_size: int, tmp_path: Path
+) -> None:
+    """Codes of odd columns are widened in the compiled step, and are no embedding then either."""
+    changes = {"head_dim": 8, "tie_word_embeddings": True}
+    path = save(make_model("qwen3", hidden_size=hidden_size, **changes), tmp_path)
+    plan = quantization_plan(Quantization.FP8, ModelConfig.from_dir(path), torch.float32)
+    assert plan is not None
+    plain = Checkpoint(path, partial(torch.empty, dtype=torch.float32))
+    found = []
+    for native in (False, True):
+        rounder = Rounder(plain, plan, Arena().empty, Phases(), num_threads=1)
+        weights = QuantizedWeights(plain, plan.scheme.parts, rounder)
+        ways = {"native": native, "has_codes": native}
+        harness = Harness(path, num_sequences=1, make_linear=PlainLinear, weights=weights, **ways)
+        harness.token_table[0, :20] = torch.arange(3, 23)
+        found += harness.run([(0, 0, 20)])
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
