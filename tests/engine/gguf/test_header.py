@@ -143,8 +143,8 @@ def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int = 0) -> byt
         ),
         (header(entry("a", 4, b"\0" * 4), entry("a", 4, b"\0" * 4)), "has two fields 'a'"),
         (
-            header(num_tensors=1, tensors=tensor("a", (256,), 10)),
-            "has its tensor 'a' in the type Q2_K, which is not supported; supported are F32, F16",
+            header(num_tensors=1, tensors=tensor("a", (256,), 15)),
+            "has its tensor 'a' in the type Q8_K, which is not supported; supported are F32, F16",
         ),
         (
             header(num_tensors=1, tensors=tensor("a", (256,), 99)),
