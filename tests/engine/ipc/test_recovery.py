@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,8 @@ def kill_at(client: EngineClient, steps: set[int], number: int = signal.SIGKILL)
         nonlocal num_steps
         num_steps += 1
         if num_steps in steps and client.process.pid is not None:
-            os.kill(client.process.pid, number)
+            with suppress(ProcessLookupError):  # a report may come after its end
+                os.kill(client.process.pid, number)
 
     client.on_step(on_step)
 
