@@ -129,21 +129,22 @@ def test_floats_are_rounded_as_by_torch_and_what_float16_cannot_hold_is_nan(
     [("qwen3", 4), ("qwen3", 16), ("llama_biases", 32), ("qwen3_5", 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_step_agrees_with_torchs(
+def test_the_step_is_as_near_to_float32_as_torchs(
     processor: str, family: str, block_size: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if processor == "tiles" and dtype is not torch.bfloat16:
         pytest.skip("tiles multiply bfloat16 alone")
     path = save(make_model(family), tmp_path)
-    tolerance = {torch.float32: 1e-3, torch.float16: 0.04, torch.bfloat16: 0.4}[dtype]
-    made = [
-        Harness(path, dtype=dtype, native=native, block_size=block_size) for native in (True, False)
-    ]
+    ways = ((dtype, True), (dtype, False), (torch.float32, False))
+    made = [Harness(path, dtype=d, native=native, block_size=block_size) for d, native in ways]
     for harness in made:
         harness.token_table[0, :90] = torch.arange(90)
-    for row in ((0, 0, 19), (0, 19, 1), (0, 20, 1), (0, 21, 60), (0, 81, 1)):
-        ours, torchs = (harness.run([row])[0] for harness in made)
-        torch.testing.assert_close(ours, torchs, atol=tolerance, rtol=0)
+    rows = ((0, 0, 19), (0, 19, 1), (0, 20, 1), (0, 21, 60), (0, 81, 1))
+    ours, torchs, exact = (
+        torch.cat([harness.run([row])[0].float() for row in rows]) for harness in made
+    )
+    own_error = (torchs - exact).norm()
+    assert (ours - exact).norm() < 2 * own_error + 1e-4 * exact.norm()
 
 
 @pytest.mark.slow
