@@ -29,6 +29,7 @@ class TestFile:
 FILES = (
     TestFile("tests/engine/kernels/test_kernels.py", 3),
     TestFile("tests/engine/attention/test_paged.py", 3),
+    TestFile("tests/engine/kernels/test_latent_attention.py", 3),
     TestFile("tests/engine/kernels/test_sample.py", 2),
     TestFile("tests/engine/executors/test_cuda.py"),
     TestFile("tests/engine/models/test_fused.py", 4),
