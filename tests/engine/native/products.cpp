@@ -179,7 +179,8 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
     for (std::size_t i = 0; i < table.size(); ++i) table[i] = (unsigned char)(i % 16 * i % 16 + 3);
     pack_blocks(packed.data(), low.data(), high.data(), columns, length, of.bits);
     Blocks w{packed.data(), nullptr, nullptr, of.has_table ? table.data() : nullptr, of.bits, of.group,
-             groups, of.has_minima ? 0 : of.has_table ? 100 : 1 << (of.bits - 1), of.has_minima};
+             groups, of.has_minima ? 0 : of.has_table ? 100 : 1 << (of.bits - 1),
+             of.group < 128 && rows % 2 ? 128 : 256, rows % 2 ? 0.125f : 1.0f, of.has_minima};
     std::vector<std::int8_t> scale_codes(padded * groups * each);
     std::vector<f16> scales(scale_codes.size()), factors(padded * w.factors_each() * each);
     for (auto &code : scale_codes) code = std::int8_t(std::rand());
@@ -193,8 +194,8 @@ bool blocks_are_right(const Format &of, int64_t rows, int64_t columns, int64_t l
             return ((n / kBand * count + i) * each + part) * kBand + n % kBand;
         };
         if (!of.has_factors) return double(widen(scales[at(groups, g)]));
-        const int64_t factor = at(w.factors_each(), g * of.group / kFactorColumns);
-        return double(scale_codes[at(groups, g)]) * double(widen(factors[factor]));
+        const int64_t factor = at(w.factors_each(), g * of.group / w.factor_columns);
+        return double(scale_codes[at(groups, g)]) * double(widen(factors[factor])) * double(w.unit);
     };
     const int64_t bytes = CodedRows::bytes(length, of.group);
     std::vector<unsigned char> memory(rows * bytes);
