@@ -229,13 +229,11 @@ def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]
     given = {"linear": packer.packed(output)} if has_head else {}
     head = packer.filled("Head", model, config.head, **given)
     # Codes that are widened, as of odd columns, are not the embedding, which was never rounded.
-    is_plain = isinstance(output, PlainLinear) and output is model.lm_head
-    is_shared = has_head and config.head.is_tied and is_plain
-    if is_shared and isinstance(output, PlainLinear):  # then it is in memory once
-        table = output.weight
+    is_shared = has_head and config.head.is_tied and output is model.lm_head
+    shared = output if is_shared and isinstance(output, PlainLinear) else None
     embedding = structure("Embedding")(
-        table=packer.address(table),
-        is_in_bands=is_shared,
+        table=packer.address(shared.weight if shared else table),  # once in memory
+        is_in_bands=shared is not None,
         rows=config.vocab_size,
         multiplier=multiplier(config.embedding, packer.dtype),
     )
