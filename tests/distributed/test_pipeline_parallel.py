@@ -22,25 +22,16 @@ from tests.support.rank_processes import (
     started,
     until_ended,
 )
-from tests.support.tiny_models import (
-    FAMILIES,
-    HYBRID_FAMILIES,
-    LATENT_FAMILIES,
-    MORE_FAMILIES,
-    make_model,
-    save,
-)
-
-ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
+from tests.support.tiny_models import ALL_FAMILIES, make_model, save
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_two_stages_answer_as_one_for_200_tokens(family: str, tmp_path: Path) -> None:
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 1, 2)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_so_they_do_where_torch_computes_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,25 +7,16 @@ import pytest
 
 from penstock.engine.loading import cpu
 from tests.support.parallel_answers import assert_ranks_answer_alike, parallel_config
-from tests.support.tiny_models import (
-    FAMILIES,
-    HYBRID_FAMILIES,
-    LATENT_FAMILIES,
-    MORE_FAMILIES,
-    make_model,
-    save,
-)
-
-ALL = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
+from tests.support.tiny_models import ALL_FAMILIES, make_model, save
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_two_ranks_answer_as_one_for_200_tokens(family: str, tmp_path: Path) -> None:
     path = save(make_model(family, max_position_embeddings=512), tmp_path)
     assert_ranks_answer_alike(parallel_config(path), 2)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_so_they_do_where_torch_computes_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

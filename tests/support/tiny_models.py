@@ -370,7 +370,7 @@ LATENT_FAMILIES |= {
     "mistral4": ("Mistral4", _MISTRAL4),
     "mistral4_wrapped": ("Mistral3", {**_MISTRAL4, "model_type": "mistral4"}),
 }
-_ALL = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 # The text models of those with images.
 _TEXTS = {
     "Mistral3": "ministral3",
@@ -414,7 +414,7 @@ def make_model(family: str, seed: int = 0, **options: Any) -> Any:
 
 def made_config(family: str, **options: Any) -> Any:
     """transformers' settings of it, with the name of its architecture."""
-    name, extra = _ALL[family]
+    name, extra = ALL_FAMILIES[family]
     settings: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 64,
@@ -443,7 +443,7 @@ def tiny_configs() -> dict[str, list[ModelConfig]]:
     """What Penstock reads of each tiny model's config.json, by its family."""
     found: dict[str, list[ModelConfig]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        for name in _ALL:
+        for name in ALL_FAMILIES:
             made_config(name).save_pretrained(directory)
             config = ModelConfig.from_dir(Path(directory))
             found[config.family].append(config)

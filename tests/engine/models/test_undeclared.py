@@ -15,17 +15,8 @@ from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.undeclared import check_tensors
 from tests.support.executors import cpu_executor
 from tests.support.quantized_checkpoints import FORMATS, save_quantized
-from tests.support.tiny_models import (
-    FAMILIES,
-    HYBRID_FAMILIES,
-    LATENT_FAMILIES,
-    MORE_FAMILIES,
-    engine_config,
-    make_model,
-    save,
-)
+from tests.support.tiny_models import ALL_FAMILIES, engine_config, make_model, save
 
-EVERY = [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES, *LATENT_FAMILIES]
 Tensors = dict[str, Tensor]
 
 
@@ -44,7 +35,7 @@ def set_keys(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_what_transformers_saves_of_a_family_has_no_other_tensors(
     family: str, tmp_path: Path
 ) -> None:
