@@ -4,7 +4,6 @@ Each of --weights is one comparison of `tests.bench.in_turns`, in which all serv
 """
 
 import argparse
-import contextlib
 import json
 import shlex
 import signal
@@ -100,15 +99,19 @@ def _measured(
 
 
 def run_comparison(command: list[str]) -> int:
-    """Its exit status. Ctrl-C reaches it too, and SIGTERM is passed on: it stops its server."""
+    """Its exit status. Ctrl-C reaches it too, and SIGTERM is passed on: it stops its server.
+
+    No handler raises while it is waited for: an exception between `waitpid` and the assignment
+    of its result loses the status, and `Popen` then answers 0.
+    """
     with subprocess.Popen(command) as process:
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        handlers = {signal.SIGTERM: lambda *_: process.terminate(), signal.SIGINT: lambda *_: None}
+        before = {number: signal.signal(number, each) for number, each in handlers.items()}
         try:
-            while True:
-                with contextlib.suppress(KeyboardInterrupt):
-                    return process.wait()
+            return process.wait()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _versions(peers: list[str]) -> dict[str, str]:
