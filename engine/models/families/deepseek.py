@@ -89,8 +89,8 @@ def _glm4_moe_lite(fields: Fields, design: Design) -> Design:
 
 def _mistral4(fields: Fields, design: Design) -> Design:
     """What config.json says of the share of a head that is rotated must be what its sizes say."""
-    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
-        raise fields.wrong("rope_parameters", "an object", None)
+    if not (fields.mapping("rope_parameters") or fields.mapping("rope_scaling")):
+        raise fields.wrong("rope_parameters", "an object with its scaling", None)
     sizes = [fields.count(f"qk_{name}_head_dim") for name in ("rope", "nope")]
     share = RopeSettings(fields).share_of_head(sizes[0] / sum(sizes))
     if int(share * sum(sizes)) != sizes[0]:

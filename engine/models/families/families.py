@@ -287,7 +287,7 @@ def _scaled_rope(
     ropes: Callable[[Fields, int, Windows], Ropes] = one_rope,
 ) -> Ropes:
     """default: the scaling where config.json says nothing of it. ropes: reads it."""
-    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+    if fields.get("rope_parameters") is None and not fields.mapping("rope_scaling"):
         fields = fields.with_defaults({"rope_scaling": default})
     return ropes(fields, head_dim, windows)
 

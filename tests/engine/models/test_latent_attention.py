@@ -364,6 +364,25 @@ def test_what_is_not_computed_is_refused_by_name(
         ModelConfig.from_dir(path)
 
 
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (None, "'rope_parameters' must be an object"),
+        ({}, "'rope_parameters' must be an object"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.7}, "'partial_rotary_factor' must be"),
+    ],
+)
+def test_mistral_4_has_the_rotary_positions_that_its_sizes_say_or_is_refused(
+    rope: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    path = save(make_model("mistral4"), tmp_path)
+    content = json.loads((path / "config.json").read_text())
+    # Where it says nothing transformers scales them by 128.
+    (path / "config.json").write_text(json.dumps({**content, "rope_parameters": rope}))
+    with pytest.raises(InvalidModel, match=message):
+        ModelConfig.from_dir(path)
+
+
 def test_odd_sizes_are_for_torch_where_products_are_of_pairs(tmp_path: Path) -> None:
     path = save(make_model("youtu", qk_nope_head_dim=11), tmp_path)
     config = ModelConfig.from_dir(path)

@@ -290,6 +290,19 @@ def test_the_older_name_of_a_kind_may_stand_beside_the_newer(tiny: Path) -> None
     assert rope is not None and rope.kind == "linear"
 
 
+def test_scaling_in_both_spellings_is_refused_where_they_differ(tiny: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    edit_config(tiny, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
+    edit_config(tiny, rope_scaling=yarn)  # as many a model's page says it
+    with pytest.raises(InvalidModel, match="delete rope_scaling"):
+        ModelConfig.from_dir(tiny)
+    older = {"type": "yarn", **yarn}
+    del older["rope_type"]
+    edit_config(tiny, rope_parameters={"rope_theta": 5.0, **yarn}, rope_scaling=older)
+    assert ModelConfig.from_dir(tiny).max_model_len == 400
+    assert theta_of(tiny) == 5.0
+
+
 def test_a_local_directory_is_used_as_it_is() -> None:
     files = open_model(str(DEMO_MODEL))
     assert (files.directory, files.download) == (DEMO_MODEL, None)

@@ -78,6 +78,13 @@ class RopeSettings:
         self._fields, self._kinds = fields, kinds or {}
         self._key, self._content = "rope_scaling", fields.mapping("rope_scaling")
         if newer := fields.mapping("rope_parameters"):
+            kind = newer.get("rope_type") or newer.get("type")
+            same = {**newer, "rope_type": kind, "type": kind}
+            if any(same.get(name) != value for name, value in self._content.items()):
+                raise InvalidModel(
+                    f"{fields.path} has rope_scaling and other rope_parameters; say in "
+                    "rope_parameters what is wanted, with rope_theta, and delete rope_scaling"
+                )
             self._key, self._content = "rope_parameters", newer
         self._theta = fields.number("rope_theta", _THETA)
         fields.get("original_max_position_embeddings")
