@@ -35,6 +35,7 @@ from torch import Tensor
 from penstock.engine.config import Dtype, EngineConfig, Quantization
 from penstock.engine.executors.cuda.device import Interpreter
 from penstock.engine.loading.executor import build_executor
+from penstock.engine.loading.load import load_executor
 from penstock.engine.process.phases import Phases
 from penstock.engine.step.executor import Executor
 from penstock.scheduler.config import SchedulerConfig
@@ -42,7 +43,6 @@ from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Request, RequestId, RequestOutput, SamplingParams
 from tests.support.drafting import EveryDraft, Oracle
-from tests.support.executors import cuda_executor
 from tests.support.odd_models import FAMILIES, WAYS, OddModel, write_odd
 from tests.support.rank_threads import RankThreads, memberships
 from tests.support.stepping import SteppedEngine, ids_of
@@ -139,7 +139,7 @@ def _executor(config: EngineConfig, way: str) -> Executor:
         if way == "torch":
             patches.enter_context(patch("penstock.engine.loading.cpu.load_library", _nothing))
         if way == "gpu":
-            return cuda_executor(config, Path(config.model), Interpreter())
+            return load_executor(config, Path(config.model), None, Interpreter(), Phases())
         if way in ("ranks", "stages"):
             return RankThreads(config, memberships(config))
         return build_executor(config, Phases())

@@ -454,6 +454,7 @@ def _deepseek_v3(draw: Draw) -> Settings:
 def _deepseek_v2(draw: Draw) -> Settings:
     settings = _deepseek_v3(draw)
     del settings["rope_interleave"]
+    settings["kv_lora_rank"] += settings["kv_lora_rank"] % 2  # behind it are complex numbers
     methods = ("greedy", "group_limited_greedy")
     return settings | {"topk_method": draw.choice(methods), "norm_topk_prob": False}
 
