@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 _TORCH = "torch==2.13.0"  # what this version of vLLM asks for
 # Their builds for CUDA, which pip takes, cannot be imported beside torch's CPU build; transformers
 # imports them if they are there.
-_UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
+_UNUSABLE = ("torchaudio", "torchcodec")
 _USES_ZENTORCH = """
 import sys
 from vllm.platforms import current_platform
@@ -89,6 +89,10 @@ def environment(home: Path, requirements: tuple[str, ...]) -> None:
     _run(python, ROOT / "install_torch.py", "--build", "cpu", "--index", index, torch)
     _run(python, "-m", "pip", "install", "--quiet", f"{torch}+cpu", *others)
     _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNUSABLE)
+    # vLLM imports it for models that take images; PyPI has it with operators for CUDA alone, which
+    # cannot be loaded, so that the registration of their shapes would fail.
+    for registrations in home.glob("lib/python*/site-packages/torchvision/_meta_registrations.py"):
+        registrations.write_text("", encoding="utf-8")
 
 
 def _zentorch(home: Path, requirements: tuple[str, ...]) -> None:
