@@ -24,6 +24,23 @@ class AdapterRun(NamedTuple):
     weights: Any
 
 
+class InsertedRows(NamedTuple):
+    """What an encoder has made, in place of embedded tokens: see `scheduler.types.Insert`.
+
+    rows: (N, hidden_size), not multiplied as embeddings may be. at: (N,) int64, which of the step's
+    tokens they are. deepstack: (K, N, hidden_size), what is added to the states of these tokens
+    after each of the first K layers, or None.
+    """
+
+    rows: Tensor
+    at: Tensor
+    deepstack: Tensor | None = None
+
+    def to(self, device: torch.device) -> "InsertedRows":
+        deepstack = None if self.deepstack is None else self.deepstack.to(device)
+        return InsertedRows(self.rows.to(device), self.at.to(device), deepstack)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
     """One step's tokens, ragged by sequence. T tokens in B sequences, S of which sample.
@@ -41,6 +58,12 @@ class ModelInput:
     sequence's block table is its state, and its kv_slots mean nothing.
     all_states: (T, hidden_size), where the states of all tokens are written, after the final norm,
     if given. merged: (T, hidden_size), the states that a head that drafts reads.
+
+    The others are None in a step of sequences without inserts. inserted: what stands in place of
+    embedded tokens. angle_positions: (3, T) int64, of frame, row and column: what rotary positions
+    with `RopeConfig.sections` rotate by, where it is not `positions`. reaches: (T,) int64, the
+    position after the last that a token attends to, in layers with `Attention.has_spans`, where it
+    is not its own.
     """
 
     token_ids: Tensor
@@ -56,10 +79,19 @@ class ModelInput:
     num_drafts: tuple[int, ...] = ()
     all_states: Tensor | None = None
     merged: Tensor | None = None
+    inserted: InsertedRows | None = None
+    angle_positions: Tensor | None = None
+    reaches: Tensor | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
-        names = ("token_ids", "positions", "kv_slots", "block_tables", "sample_rows")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        names = (
+            *("token_ids", "positions", "kv_slots", "block_tables", "sample_rows"),
+            *("inserted", "angle_positions", "reaches"),
+        )
+        given = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{name: each.to(device) for name, each in given.items() if each is not None}
+        )
 
     @property
     def group_steps(self) -> "list[ModelInput]":
