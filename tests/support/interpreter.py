@@ -10,18 +10,23 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from tests.support.interpreter_operators import hasten_operators
+
 
 def hasten_interpreter() -> None:
     """Does nothing where Triton has not been imported."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     names = ("_patch_lang", "_LangPatchScope", "_patch_builtin", "_get_np_dtype")
     if interpreter is not None and all(hasattr(interpreter, name) for name in names):
+        hasten_operators(interpreter)
         _patch_once(interpreter)
+        _unwrap_quickly(interpreter.tl.core)
         _remember_numpy_types(interpreter)
         _remember_block_types(interpreter.tl.core)
         semantic = sys.modules["triton.language.semantic"].TritonSemantic
         _broadcast_quickly(semantic, interpreter.tl.core)
         _check_no_overflow_in_vain(semantic)
+        _remember_computation_types(semantic)
 
 
 def _patch_once(interpreter: Any) -> None:
@@ -51,6 +56,30 @@ def _patch_once(interpreter: Any) -> None:
         return scope
 
     interpreter._LangPatchScope, interpreter._patch_lang = Scope, patch
+
+
+def _unwrap_quickly(core: Any) -> None:
+    """What is unwrapped is seldom a constexpr, and seldomer a tuple of some."""
+    unwrap, bare = core._unwrap_if_constexpr, {core.tensor, core.dtype, int, float, bool, str}
+    bare |= {core.block_type, core.pointer_type, type(None)}
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in bare else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrapped
+
+
+def _remember_computation_types(semantic: Any) -> None:
+    find = semantic.computation_type_impl
+    types: dict[tuple[Any, ...], Any] = {}
+
+    def computation_type_impl(self: Any, a: Any, *rest: Any) -> Any:
+        key = (a.name, rest[0], rest[1].name, *rest[2:])
+        if key not in types:
+            types[key] = find(self, a, *rest)
+        return types[key]
+
+    semantic.computation_type_impl = computation_type_impl
 
 
 def _remember_numpy_types(interpreter: Any) -> None:
@@ -91,6 +120,7 @@ def _remember_block_types(core: ModuleType) -> None:
             self.shape, self.numel = known
 
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+    core.dtype.known_sizes, core.block_type.known_sizes = (), None  # None: made before this
 
 
 def _broadcast_quickly(semantic: Any, core: Any) -> None:
