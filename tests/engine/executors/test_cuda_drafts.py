@@ -276,5 +276,11 @@ def test_drafts_are_taken_where_they_are_wanted_alone(tmp_path: Path) -> None:
     executor = _executor(tmp_path, "qwen3", enforce_eager=True)
     assert executor.info.takes_drafts
     save(make_model("qwen3", **SMALLEST), tmp_path)
-    config = engine_config(tmp_path, block_size=BLOCK_SIZE, max_model_len=MAX_LEN)
+    config = engine_config(
+        tmp_path,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_LEN,
+        kv_cache_memory_bytes=2**20,
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24),
+    )
     assert not cuda_executor(config, tmp_path, Interpreter()).info.takes_drafts
