@@ -62,11 +62,17 @@ def proportional(keys: Keys) -> dict[str, Any]:
     num, half = divisors.count(1.0), len(divisors)
     if divisors[:num] != [1.0] * num or not all(each > _STILL for each in divisors[num:]):
         raise keys.wrong(f"{_DIVISORS} other than ones, and then numbers that stop a rotation")
-    share = num / half
-    if int(share * 2 * half // 2) != num:  # by rounding
-        share = math.nextafter(share, 1.0)
-    theta = keys.get("rope.freq_base")
-    return {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": theta}
+    return {
+        "rope_type": "proportional",
+        "partial_rotary_factor": share_of(num, half),
+        "rope_theta": keys.get("rope.freq_base"),
+    }
+
+
+def share_of(number: int, whole: int) -> float:
+    """The quotient, or the number above it where it is rounded so that the product is less."""
+    share = number / whole
+    return share if int(share * whole) == number else math.nextafter(share, 1.0)
 
 
 def _yarn(keys: Keys) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from penstock.engine.errors import InvalidModel
 from penstock.engine.files.gguf.architectures import ARCHITECTURES, Architecture
 from penstock.engine.files.gguf.file import GgufFile, open_gguf
 from penstock.engine.files.gguf.keys import Keys, quotient
-from penstock.engine.files.gguf.rope import rope
+from penstock.engine.files.gguf.rope import rope, share_of
 from penstock.engine.files.gguf.tokens import Tokens
 
 # Fields of generation_config.json, by what the metadata calls them.
@@ -98,16 +98,17 @@ def architecture_name(gguf: GgufFile) -> str:
 
 
 def _rotated_share(keys: Keys, architecture: Architecture, head_dim: Any) -> dict[str, Any]:
-    """Says which share of a head is rotated; empty where it is the whole. Raises InvalidModel."""
+    """Says which share of a head is rotated; empty where it can only be the whole. Raises
+    InvalidModel."""
     rotated = keys.get("rope.dimension_count", head_dim)
-    if not head_dim or rotated == head_dim:
+    if not head_dim or (rotated == head_dim and not architecture.rotates_parts):
         return {}
     if not architecture.rotates_parts or quotient(rotated, head_dim) is None:
         raise InvalidModel(
             f"{keys.gguf.path} rotates {rotated!r:.20} of a head's {head_dim!r:.20} dimensions; in "
             f"GGUF only models of {keys.architecture} that rotate all of them are supported"
         )
-    return {"partial_rotary_factor": rotated / head_dim}
+    return {"partial_rotary_factor": share_of(rotated, head_dim)}
 
 
 def _generation_config(gguf: GgufFile) -> dict[str, Any]:

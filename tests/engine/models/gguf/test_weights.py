@@ -1,6 +1,7 @@
 """Logits of a GGUF file are those of the model that it was made of."""
 
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def test_logits_of_every_family_are_those_of_transformers(tmp_path: Path, family
     model = make_model(family, **WRITTEN[family])
     path = write_gguf(tmp_path / "model.gguf", model)
     assert check_gguf(path) == ModelConfig.from_dir(path)
+    with torch.inference_mode():
+        expected = model(PROMPT.unsqueeze(0)).logits[0]
+    torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("rotated", "head_dim"), [(24, 24), (30, 44)])
+def test_so_much_of_a_head_is_rotated_as_the_file_says(
+    tmp_path: Path, rotated: int, head_dim: int
+) -> None:
+    """All of it where most models of the family have a quarter, or a share that is rounded."""
+    share = math.nextafter(rotated / head_dim, 2.0)
+    rope = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": share}
+    model = make_model("qwen3_5", head_dim=head_dim, rope_parameters=rope)
+    path = write_gguf(tmp_path / "model.gguf", model)
     with torch.inference_mode():
         expected = model(PROMPT.unsqueeze(0)).logits[0]
     torch.testing.assert_close(logits(path), expected, atol=1e-4, rtol=0)
