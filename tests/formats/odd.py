@@ -5,7 +5,9 @@ transformers answers them.
     python -m tests.formats.odd --first 17 --num 1 --keep DIR
                                                     one, whose checkpoint is kept
     python -m tests.formats.odd --family exaone4    of one family alone
-    python -m tests.formats.odd --way gpu           by a GPU's kernels, in Triton's interpreter
+    TRITON_INTERPRET=1 python -m tests.formats.odd --way gpu
+                                                    by a GPU's kernels, in Triton's interpreter
+    python -m tests.formats.odd --way gguf          from GGUF files, of the families that have some
 
 Each checkpoint (`tests.support.odd_models`) gives greedy answers of 200 tokens and the logprobs of
 its prompts: alone, together in chunks of 64, with cached prefixes, preempted, and with drafts; by
@@ -19,6 +21,7 @@ refused in one line. A seed whose process ends is the last one that is printed.
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -93,7 +96,7 @@ class Outcome:
 def examine(model: OddModel, num_tokens: int = NUM_TOKENS) -> Outcome:
     """Raises WrongAnswer."""
     config = engine_config(
-        model.path,
+        model.served,
         block_size=model.block_size,
         max_model_len=model.max_model_len,
         kv_cache_memory_bytes=(8 if model.way == "gpu" else 256) * 2**20,
@@ -228,13 +231,12 @@ def _answers(
     for each in found:
         if len(each.ids) != num_tokens:
             raise WrongAnswer(f"{each.run}: {len(each.ids)} tokens of {num_tokens}")
-    whole = found[0].ids
     ending = replace(sampling, stop_token_ids=executor.info.eos_token_ids)
-    (outputs,) = engine().run([_request(prompts[0], ending)])
-    ends = [i for i, token_id in enumerate(whole) if token_id in model.eos_token_ids]
-    count = ends[0] + 1 if ends else num_tokens
-    if ids_of(outputs) != whole[:count]:
-        raise WrongAnswer(f"ended after {len(ids_of(outputs))} tokens, not {count}")
+    run("until it ends", engine(), prompts[:1], ending)
+    *others, last = found[-1].ids
+    has_ended = last in model.eos_token_ids or len(others) + 1 == num_tokens
+    if not has_ended or set(others) & set(model.eos_token_ids):
+        raise WrongAnswer(f"ended after {len(others) + 1} tokens: {found[-1].ids}")
     return found, was_preempted
 
 
@@ -405,10 +407,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, help="of each answer (default: 200, 5 of a gpu)")
     parser.add_argument("--family", choices=FAMILIES, help="rather than each in turn")
     help_of_way = "how it is computed, rather than drawn; gpu: by Triton's interpreter"
-    parser.add_argument("--way", choices=(*WAYS, "gpu"), help=help_of_way)
+    parser.add_argument("--way", choices=(*WAYS, "gguf", "gpu"), help=help_of_way)
     parser.add_argument("--keep", type=Path, help="a directory for the checkpoints")
     args = parser.parse_args(argv)
     num_tokens = args.tokens or (5 if args.way == "gpu" else NUM_TOKENS)
+    if args.way == "gpu" and not os.environ.get("TRITON_INTERPRET"):
+        parser.error("--way gpu needs TRITON_INTERPRET=1 in the environment")
     quieten()
     found: dict[str, Counter[str]] = defaultdict(Counter)
     refusals: Counter[str] = Counter()
@@ -448,7 +452,7 @@ def main(argv: list[str]) -> int:
     return 1 if wrong else 0
 
 
-_COLUMNS = (*WAYS, "gpu", "transformers", "refused", "wrong", "preempted", "unstable")
+_COLUMNS = (*WAYS, "gguf", "gpu", "transformers", "refused", "wrong", "preempted", "unstable")
 
 
 def _print_table(found: dict[str, Counter[str]]) -> None:

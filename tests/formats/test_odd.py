@@ -23,6 +23,14 @@ def test_an_odd_shape_is_answered_as_transformers_does_or_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(4))
+def test_an_odd_shape_in_a_gguf_file_is_the_same_model(seed: int, tmp_path: Path) -> None:
+    quieten()
+    outcome = examine(write_odd(seed, tmp_path, way="gguf"), 20)
+    assert outcome.computed_by == "gguf"
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_every_family_has_odd_shapes_and_its_turn(tmp_path: Path) -> None:
     turn = [family_of(seed) for seed in range(len(FAMILIES))]
     assert sorted(turn) == sorted(FAMILIES)

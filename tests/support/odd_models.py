@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.support.odd_gguf import GGUF_FAMILIES, TYPES, round_matrices, write_odd_gguf
 from tests.support.other_decoders import OTHER_DECODERS, architecture_of
 from tests.support.tiny_models import made_config
 
@@ -42,11 +43,13 @@ FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddModel:
-    """A checkpoint, and how it is served. family: a key of `FAMILIES`. way: one of `WAYS`."""
+    """A checkpoint, and how it is served. family: a key of `FAMILIES`. way: one of `WAYS`, or
+    "gguf" or "gpu". served: path, or a GGUF file of the same numbers."""
 
     seed: int
     family: str
     path: Path
+    served: Path
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -602,19 +605,29 @@ def _latent_attention(draw: Draw) -> Settings:
 FAMILIES = (*_OURS, *sorted(OTHER_DECODERS.keys() - _OURS.keys()))
 
 
-def family_of(seed: int) -> str:
+def family_of(seed: int, families: tuple[str, ...] = FAMILIES) -> str:
     """So many seeds in a row as there are families have each of them once."""
-    turn, place = divmod(seed, len(FAMILIES))
-    return random.Random(turn).sample(FAMILIES, len(FAMILIES))[place]
+    turn, place = divmod(seed, len(families))
+    return random.Random(turn).sample(families, len(families))[place]
+
+
+def _as_gguf_says_it(family: str, settings: Settings) -> Settings:
+    settings = GGUF_FAMILIES[family](settings)
+    ends = settings["eos_token_id"]
+    return settings | {"eos_token_id": ends[0] if isinstance(ends, list) else ends}
 
 
 def write_odd(seed: int, path: Path, family: str | None = None, way: str | None = None) -> OddModel:
     """Writes the checkpoint of a seed into a directory. family, way: what is not drawn."""
     draw = Draw(seed)
     draw.length = draw.choice(LENGTHS)
-    family = family or family_of(seed)
+    path.mkdir(parents=True, exist_ok=True)
+    family = family or family_of(seed, tuple(GGUF_FAMILIES) if way == "gguf" else FAMILIES)
     if family in _OURS:
         settings = _OURS[family](draw)
+        if way == "gguf":
+            settings = _as_gguf_says_it(family, settings)
+            settings["max_position_embeddings"] = draw.length
         config = made_config(family, **settings)
     else:
         settings = _other(draw, family)
@@ -625,17 +638,22 @@ def write_odd(seed: int, path: Path, family: str | None = None, way: str | None 
         config.architectures = [architecture_of(family)]
     model = getattr(transformers, config.architectures[0])(config).eval()
     randomize(model, seed)
+    served, ends = path, settings["eos_token_id"]
+    if way == "gguf":
+        kind = draw.choice(TYPES)
+        round_matrices(model, kind)
+        served = write_odd_gguf(model, path, kind, ends)
     model.save_pretrained(path)
     if family in _OURS and not family.endswith("_wrapped") and draw.flag(0.3):
         _write_older(path)
-    ends = settings["eos_token_id"]
-    if draw.flag(0.3):  # generation_config.json has the last word
+    if draw.flag(0.3) and way != "gguf":  # generation_config.json has the last word
         ends = draw.sample(range(settings["vocab_size"]), 2)
         (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return OddModel(
         seed=seed,
         family=family,
         path=path,
+        served=served,
         vocab_size=settings["vocab_size"],
         eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
         max_model_len=48 if way == "gpu" else draw.length,
