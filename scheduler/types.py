@@ -68,6 +68,29 @@ class SamplingParams:
     grammar_to_the_end: bool = False
 
 
+class Insert(NamedTuple):
+    """Rows that an encoder makes of an image, which stand in a prompt in place of embedded tokens.
+
+    start, num_tokens: which of the prompt's tokens, placeholders, these are. digest: of the content
+    and of how it is read (16 bytes, blake2b): equal digests mean equal rows. grid: frames, rows and
+    columns of tokens, (t, h, w), of which positions are made (M-RoPE); (1, 1, num_tokens) where a
+    model has none.
+    content: what the encoder reads (uint8 patches), patches: its shape, (num_patches, bytes of
+    one), patch_grid: frames, rows and columns of these. operations: floating-point operations that
+    the encoder does. is_whole: its tokens see each other, so that they are computed in one chunk.
+    """
+
+    start: int
+    num_tokens: int
+    digest: bytes
+    grid: tuple[int, int, int]
+    content: bytes = b""
+    patches: tuple[int, int] = (0, 0)
+    patch_grid: tuple[int, int, int] = (1, 1, 1)
+    operations: int = 0
+    is_whole: bool = False
+
+
 class ResumedAnswer(NamedTuple):
     """An answer that an earlier engine began, as far as its tokens have been returned.
 

@@ -1,0 +1,1 @@
+"""What encoders make of images: rows for positions of a prompt, and where these are."""
