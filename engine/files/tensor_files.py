@@ -2,9 +2,9 @@
 
 Each expert has tensors of its own, `mlp.experts.3.gate_proj.weight`, or those of all experts of a
 layer are in one: `mlp.experts.gate_up_proj` (experts, rows of gate and then of up, columns), and
-`down_proj` as well. gpt-oss, which has biases (`gate_up_proj_bias`, `down_proj_bias`), has columns
-before rows, and gate and up take turns; its codes of 4 bits (`gate_up_proj_blocks`,
-`gate_up_proj_scales`) have rows first again.
+`down_proj` as well. Some have columns before rows, as the shapes show: Qwen3-VL, and gpt-oss, which
+has biases (`gate_up_proj_bias`, `down_proj_bias`), and whose gate and up take turns; its codes of 4
+bits (`gate_up_proj_blocks`, `gate_up_proj_scales`) have rows first.
 """
 
 import re
@@ -33,8 +33,8 @@ _ENDS = {"weight": "", "bias": "_bias", "blocks": "_blocks", "scales": "_scales"
 
 
 class Stack(NamedTuple):
-    """name: of the tensor of all experts. take: one expert's part of it; a view. Raises IndexError
-    where the stack has no such expert."""
+    """name: of the tensor of all experts. take: one expert's part of it, with rows first; a view.
+    Raises IndexError where the stack has no such expert."""
 
     name: str
     take: Callable[[Tensor], Tensor]
@@ -53,8 +53,6 @@ def stack_of(name: str, names: Container[str]) -> Stack | None:
 
     def take(stack: Tensor) -> Tensor:
         expert = stack[index]
-        if take_turns and kind == "weight":
-            expert = expert.t()
         if kind == "blocks":
             expert = expert.flatten(1)
         if part == "down":
@@ -143,6 +141,8 @@ class TensorFiles:
 
     def _part(self, name: str, stack: Stack) -> Tensor:
         whole = self.get(stack.name)
+        if self._has_columns_first(stack.name):
+            whole = whole.transpose(1, 2)
         try:
             return stack.take(whole)
         except (IndexError, RuntimeError):  # a tensor of fewer dimensions, too
@@ -150,6 +150,16 @@ class TensorFiles:
                 f"the tensor {stack.name!r} in {self.directory} has the shape "
                 f"{tuple(whole.shape)}, in which there is no {name!r}, which config.json implies"
             ) from None
+
+    def _has_columns_first(self, stack: str) -> bool:
+        """Whether experts have columns before rows: then gate and up have as many rows as down has
+        columns, and else twice as many."""
+        experts = stack.rpartition(".")[0]
+        names = [f"{experts}.{part}_proj" for part in ("gate_up", "down")]
+        if stack not in names or not all(self._stored(name) in self._file_of for name in names):
+            return False
+        gate_up, down = map(self.get, names)
+        return gate_up.dim() == down.dim() == 3 and gate_up.shape[1] == down.shape[2]
 
     def _stored(self, name: str) -> str:
         return stored_name(name, self._file_of)

@@ -176,6 +176,8 @@ _MODELS = {
     "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder (mixtures of experts)",
     "qwen3_5_text": "Qwen3.5, 3.6, 3.8, dense (text)",
     "qwen3_5_moe_text": "Qwen3.5, 3.6, 3.8, mixtures of experts (text)",
+    "qwen3_vl_text": "Qwen3-VL, dense (text)",
+    "qwen3_vl_moe_text": "Qwen3-VL-30B-A3B, 235B-A22B (text; mixtures of experts)",
     "gpt_oss": "gpt-oss-20b, gpt-oss-120b (mixtures of experts)",
     "phi3": "Phi-3, Phi-4, Phi-4-mini",
     "smollm3": "SmolLM3",

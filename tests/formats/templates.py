@@ -47,6 +47,8 @@ TEMPLATES = {
     "qwen3_5_moe_wrapped": _QWEN3_5,
     "qwen2_moe": _CHATML,
     "qwen3_moe": _CHATML,
+    "qwen3_vl": _CHATML,
+    "qwen3_vl_moe": _CHATML,
     "gpt_oss": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
     "glm4_moe": "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"

@@ -218,6 +218,19 @@ def _qwen3_moe(draw: Draw) -> Settings:
     }
 
 
+def _qwen3_vl(draw: Draw) -> Settings:
+    return _with_rope(draw, draw.sizes()) | {"attention_bias": draw.flag()}
+
+
+def _qwen3_vl_moe(draw: Draw) -> Settings:
+    settings = _qwen3_vl(draw) | draw.experts()
+    count = settings["num_hidden_layers"]
+    return settings | {
+        "decoder_sparse_step": draw.choice((1, 1, 2)),
+        "mlp_only_layers": draw.sample(range(count), draw.choice((0, 0, 1))),
+    }
+
+
 def _qwen2_moe(draw: Draw) -> Settings:
     settings = _with_rope(draw, draw.sizes(has_head_dim=False)) | draw.experts()
     return _qwen_windows(draw, settings) | {
@@ -487,6 +500,8 @@ _OURS: dict[str, Callable[[Draw], Settings]] = {
     "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "phi4_mini": _phi3,
     "smollm3": _smollm3,
     "ministral3": _ministral3,

@@ -32,6 +32,7 @@ from penstock.scheduler.types import (
     SlotAssignment,
     StateSnapshot,
 )
+from tests.support.inserted_rows import InsertedPrompt, with_inserts
 
 # As few programs as the interpreter of kernels can be given.
 SMALLEST: dict[str, Any] = {
@@ -238,6 +239,14 @@ MORE_FAMILIES |= {
         },
     ),
 }
+_SECTIONS = {"rope_type": "default", "mrope_section": [5, 4, 3], "mrope_interleaved": True}
+MORE_FAMILIES |= {
+    "qwen3_vl": ("Qwen3VL", {"head_dim": 24, "rope_parameters": {**_SECTIONS, "rope_theta": 1e4}}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**_EXPERTS, "head_dim": 24, "rope_parameters": {**_SECTIONS, "rope_theta": 1e4}},
+    ),
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "head_dim": 24,
@@ -377,6 +386,8 @@ _TEXTS = {
     "Gemma3": "gemma3_text",
     "Gemma4": "gemma4_text",
     "Gemma4Unified": "gemma4_unified_text",
+    "Qwen3VL": "qwen3_vl_text",
+    "Qwen3VLMoe": "qwen3_vl_moe_text",
     "Qwen3_5": "qwen3_5_text",
     "Qwen3_5Moe": "qwen3_5_moe_text",
 }
@@ -384,6 +395,8 @@ _QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_hea
 _VISION = {
     "Gemma4": {**_SMALL_VISION, "num_key_value_heads": 2, "head_dim": 8},
     "Gemma4Unified": {"mm_embed_dim": 16, "mm_posemb_size": 4},
+    "Qwen3VL": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
+    "Qwen3VLMoe": {**_QWEN_VISION, "deepstack_visual_indexes": [0]},
     "Qwen3_5": _QWEN_VISION,
     "Qwen3_5Moe": _QWEN_VISION,
 }
@@ -532,10 +545,12 @@ class Harness:
         adapters: Mapping[int, Any] = MappingProxyType({}),
         snapshots: tuple[StateSnapshot, ...] = (),
         num_drafts: tuple[int, ...] = (),
+        prompts: Mapping[int, InsertedPrompt] = MappingProxyType({}),
     ) -> list[Tensor]:
         """rows: (slot, start, number of tokens). adapters: by slot, as the model has made them.
-        num_drafts: of these tokens, as of `ModelInput`. Returns the logits of every token, row
-        by row."""
+        num_drafts: of these tokens, as of `ModelInput`. prompts: with inserts, by slot. Returns the
+        logits of every token, row by row."""
+        rows = list(rows)
         slots, starts, counts = zip(*rows, strict=True)
         batch = make_batch(slots, starts, counts, num_decodes=num_decodes, snapshots=snapshots)
         step = build_model_input(batch, self.token_table, self.block_tables, self.block_size)
@@ -546,6 +561,7 @@ class Harness:
         )
         every = torch.arange(sum(counts))
         step = replace(step, sample_rows=every, adapters=runs, num_drafts=num_drafts)
+        step = with_inserts(step, rows, prompts)
         return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 

@@ -72,6 +72,12 @@ def _qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
     return unless_off(fields, num_layers, [SLIDING if each else FULL for each in have])
 
 
+def _qwen3_vl_moe(fields: Fields, design: Design) -> Design:
+    """Weights of experts are normed, whatever norm_topk_prob says."""
+    experts = read_experts(fields, is_normed=True)
+    return replace(design, experts=experts, have_experts=qwen_layers(fields))
+
+
 def _qwen3_5(fields: Fields, design: Design) -> Design:
     if not fields.flag("attn_output_gate", default=True):
         raise fields.wrong("attn_output_gate", "true", False)
@@ -94,6 +100,20 @@ _QWEN3_5_DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+
+
+def _rope_of_images(
+    fields: Fields,
+    head_dim: int,
+    windows: Windows,
+    *,
+    sections: tuple[int, int, int],
+    ropes: Callable[[Fields, int, Windows], Ropes] = one_rope,
+) -> Ropes:
+    """sections: where config.json has none. ropes: reads the rest."""
+    read = ropes(fields, head_dim, windows)
+    sections = RopeSettings(fields).sections(sections)
+    return replace(read, rope=replace(read.rope, sections=sections))
 
 
 # ---- Phi ----------------------------------------------------------------------------------------
@@ -323,9 +343,9 @@ _QWEN3_5 = Family(
         norm=_OFFSET_NORM,
     ),
     read=_qwen3_5,
-    # Positions of images and text have three numbers, which take turns in the pairs of a head as
-    # mrope_section says; those of a text are equal, so that it rotates as any other.
-    ropes=partial(_partial_rope, default=0.25),
+    ropes=partial(
+        _rope_of_images, sections=(11, 11, 10), ropes=partial(_partial_rope, default=0.25)
+    ),
     windows=lambda fields, num_layers: (None,) * num_layers,
     defaults={**_QWEN3_5_DEFAULTS, "intermediate_size": 12288},
     computes=frozenset({"partial_rotary_factor"}),
@@ -337,6 +357,12 @@ _QWEN3_5 = Family(
             "mamba_ssm_dtype",
         }
     ),
+)
+_QWEN3_VL = Family(
+    architecture="Qwen3VLTextModel",
+    design=Design(attention={"head_norms": HeadNorms.EACH}, mlp_flags={}),
+    ropes=partial(_rope_of_images, sections=(24, 20, 20)),
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
 )
 _OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
@@ -428,6 +454,21 @@ FAMILIES = {
             "num_experts": 256,
             "num_experts_per_tok": 8,
         },
+    ),
+    "qwen3_vl_text": _QWEN3_VL,
+    "qwen3_vl_moe_text": replace(
+        _QWEN3_VL,
+        architecture="Qwen3VLMoeTextModel",
+        read=_qwen3_vl_moe,
+        defaults={
+            "num_key_value_heads": 16,
+            "rope_theta": 5e5,
+            "moe_intermediate_size": 1408,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": True,
+        },
+        without_effect=frozenset({"norm_topk_prob"}),
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
@@ -529,7 +570,9 @@ FAMILIES = {
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         design=Design(
-            attention={"head_norms": HeadNorms.EACH}, norms={"post": True}, norm=_OFFSET_NORM
+            attention={"head_norms": HeadNorms.EACH, "has_spans": True},
+            norms={"post": True},
+            norm=_OFFSET_NORM,
         ),
         read=_gemma3,
         ropes=partial(ropes_by_kind, local_theta=10_000.0),
@@ -558,6 +601,8 @@ WRAPPERS = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",)),
     "gemma4": Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",)),
     "gemma4_unified": Wrapper("Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",)),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", ("qwen3_vl_text",)),
+    "qwen3_vl_moe": Wrapper("Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)),
     "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
     "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
 }

@@ -41,6 +41,7 @@ UNIFIED_DEFAULTS: Mapping[str, Any] = {
     "eos_token_id": 1,
     "tie_word_embeddings": True,
     "sliding_window": 1024,
+    "use_bidirectional_attention": "vision",
 }
 DEFAULTS: Mapping[str, Any] = {
     **UNIFIED_DEFAULTS,
@@ -48,6 +49,7 @@ DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 512,
     "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
+    "use_bidirectional_attention": None,
 }
 # How the layers that differ are written, and read in Python.
 WITHOUT_EFFECT = frozenset(
@@ -89,12 +91,15 @@ def _by_layer(fields: Fields, num_layers: int) -> Callable[[int, Layer], Layer]:
         full |= {"num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
         full["kv_heads_key"] = "num_global_key_value_heads"
     are_wide = fields.flag("use_double_wide_mlp")
+    has_spans = fields.text("use_bidirectional_attention") == "vision"
 
     def by_layer(index: int, layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(attention, Attention) and mlp is not None, index
         if attention.window is None:
             attention = replace(attention, **full)
+        else:
+            attention = replace(attention, has_spans=has_spans)
         if index >= first_shared:
             attention = replace(attention, has_keys=False)
             mlp = replace(mlp, size=mlp.size * 2) if are_wide else mlp
@@ -203,6 +208,7 @@ def _per_layer_inputs(fields: Fields, num_layers: int) -> PerLayerInputs | None:
         num_layers=num_layers,
         size=size,
         vocab_size=vocab_size,
+        pad_id=fields.count("pad_token_id", default=0, least=0, most=vocab_size - 1),
     )
 
 

@@ -35,7 +35,8 @@ class Attention(Part):
     and has no value. has_keys: whether it has keys and values of its own, rather than those of the
     last layer before it with the same window. has_values: whether it has a matrix for values; where
     it has one for keys alone, values are the same product before keys are normalised and rotated.
-    norms_values: without a weight. is_fused: whether one tensor has queries, keys and values.
+    norms_values: without a weight. has_spans: whether a token of an image attends to all of it, to
+    later ones too. is_fused: whether one tensor has queries, keys and values.
     kv_heads_key: what config.json calls num_kv_heads.
     """
 
@@ -71,6 +72,7 @@ class Attention(Part):
     has_keys: bool = True
     has_values: bool = True
     norms_values: bool = False
+    has_spans: bool = False
     is_fused: bool = False
     kv_heads_key: str = "num_key_value_heads"
 

@@ -22,8 +22,8 @@ _NEUTRAL: Mapping[str, float] = {
     "extrapolation_factor": 1,
     "attn_factor": 1,
 }
-# Transformers ignores these, or repeats them from elsewhere; one says how the three numbers take
-# turns that the position of an image's part has, which are equal in a text.
+# Transformers ignores these, or repeats them from elsewhere; the last two are about positions of an
+# image's tokens, in families that have such.
 _HARMLESS = frozenset(
     {
         *("finetuned", "max_position_embeddings", "rope_local_base_freq", *_NEUTRAL),
@@ -44,6 +44,9 @@ class RopeConfig:
     be longer than original_max_positions. `dynamic` raises theta where sequences may be longer than
     that, up to factor times. `proportional` rotates a share of the pairs of
     dimensions, the first ones, by the frequencies that they have where all are rotated.
+
+    sections: where an image's tokens have positions of frame, row and column: of how many pairs of
+    dimensions each of the three is the position. They take turns, and the frame has the rest.
     """
 
     theta: float
@@ -57,6 +60,7 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     share: float = 1.0
+    sections: tuple[int, int, int] | None = None
 
     @property
     def longest(self) -> int:
@@ -146,6 +150,21 @@ class RopeSettings:
             scaling.number("llama_4_scaling_beta"),
             scaling.count("original_max_position_embeddings"),
         )
+
+    def sections(self, default: tuple[int, int, int]) -> tuple[int, int, int]:
+        """See `RopeConfig`. default: where config.json does not say it."""
+        scaling = self._section(self._content)
+        given = scaling.get("mrope_section")
+        if given is None:
+            return default
+        if (
+            not isinstance(given, list)
+            or len(given) != 3
+            or not all(type(each) is int and 0 <= each <= _MAX_POSITIONS for each in given)
+        ):
+            raise scaling.wrong("mrope_section", "three numbers of pairs of dimensions", given)
+        frame, row, column = given
+        return frame, row, column
 
     def score_factor(self) -> float:
         """DeepSeek's factor of attention's scores, beside that of cosines and sines."""

@@ -15,7 +15,8 @@ class PerLayerInputs(Part):
     """Each token has a vector of this size in every layer: the token's row of a table, and the
     same of a projection of its embedding, added up.
 
-    vocab_size: the table's rows. The table is no weight that a step reads, but for some rows. All
+    pad_id: whose row a token has that is not embedded, as those of an image. vocab_size: the
+    table's rows. The table is no weight that a step reads, but for some rows. All
     ranks have all of it: its matrices are too narrow for what another sum over ranks takes.
     """
 
@@ -25,6 +26,7 @@ class PerLayerInputs(Part):
     num_layers: int
     size: int
     vocab_size: int
+    pad_id: int = 0
 
     @property
     def table_shape(self) -> tuple[int, int]:
