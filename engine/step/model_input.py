@@ -36,6 +36,12 @@ class InsertedRows(NamedTuple):
     at: Tensor
     deepstack: Tensor | None = None
 
+    def added(self, layer: int, states: Tensor) -> Tensor:
+        """The states after a layer, (T, hidden_size), with what is added to them."""
+        if self.deepstack is None or layer >= len(self.deepstack):
+            return states
+        return states.index_add(0, self.at, self.deepstack[layer].to(states.dtype))
+
     def to(self, device: torch.device) -> "InsertedRows":
         deepstack = None if self.deepstack is None else self.deepstack.to(device)
         return InsertedRows(self.rows.to(device), self.at.to(device), deepstack)
@@ -92,6 +98,12 @@ class ModelInput:
         return replace(
             self, **{name: each.to(device) for name, each in given.items() if each is not None}
         )
+
+    def token_ids_or(self, pad_id: int) -> Tensor:
+        """The ids of tokens that are embedded, and pad_id for others: (T,) int64."""
+        if self.inserted is None:
+            return self.token_ids
+        return self.token_ids.index_fill(0, self.inserted.at, pad_id)
 
     @property
     def group_steps(self) -> "list[ModelInput]":

@@ -24,6 +24,7 @@ def gathered_attention(
     step: ModelInput,
     window: int | None,
     sinks: Tensor | None = None,
+    reaches: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each token to its own sequence: (T, num_heads, value_dim). Decodes are in
     batches of similar length, prefill chunks one by one.
@@ -31,7 +32,8 @@ def gathered_attention(
     query: (T, num_heads, head_dim). keys, values: one layer of the pool, (num_blocks, block_size,
     num_kv_heads, head_dim or value_dim), this step's tokens already written. window: how many
     positions a token attends to, its own included, or None for all. sinks: (num_heads,) float32, a
-    score of each head that takes its share of the softmax and has no value.
+    score of each head that takes its share of the softmax and has no value. reaches: as of
+    `ModelInput`, of layers that read them; in decodes they have no effect.
     """
     output = query.new_empty(*query.shape[:2], values.shape[3])
     block_size = keys.shape[1]
@@ -51,7 +53,9 @@ def gathered_attention(
         output[rows] = mixed.flatten(1, 2)
     for row in range(step.num_decodes, len(step.context_lens)):
         first, end = step.query_starts[row], step.query_starts[row + 1]
-        output[first:end] = _chunk(query[first:end], keys, values, step, row, window, sinks)
+        output[first:end] = _chunk(
+            query[first:end], keys, values, step, row, window, sinks, reaches
+        )
     return output
 
 
@@ -63,6 +67,7 @@ def _chunk(
     row: int,
     window: int | None,
     sinks: Tensor | None,
+    reaches: Tensor | None,
 ) -> Tensor:
     """A prefill chunk's row: query and result are (tokens of the row, num_heads, head_dim or
     value_dim)."""
@@ -75,7 +80,13 @@ def _chunk(
     table = step.block_tables[row : row + 1, skipped : skipped + -(-context_len // block_size)]
     key = gather(keys, table, query.dtype)[:, :, :context_len]
     value = gather(values, table, query.dtype)[:, :, :context_len]
-    mask = visible(step.positions[first:end] - skipped * block_size, context_len, window)
+    shift = skipped * block_size
+    mask = visible(
+        step.positions[first:end] - shift,
+        context_len,
+        window,
+        None if reaches is None else reaches[first:end] - shift,
+    )
     if values.shape[3] != keys.shape[3]:  # latents, of which no head needs a copy
         key, value = (each.expand(-1, query.shape[1], -1, -1) for each in (key, value))
     if sinks is not None:
@@ -110,11 +121,14 @@ def _buckets(context_lens: list[int], block_size: int) -> list[tuple[list[int], 
     ]
 
 
-def visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool."""
+def visible(
+    positions: Tensor, num_keys: int, window: int | None, reaches: Tensor | None = None
+) -> Tensor:
+    """Which of the keys 0 to num_keys - 1 each query attends to: (..., num_keys) bool. reaches:
+    before which, where it is not its own position and those before."""
     keys = torch.arange(num_keys, device=positions.device)
     queries = positions.unsqueeze(-1)
-    seen = keys <= queries
+    seen = keys <= queries if reaches is None else keys < reaches.unsqueeze(-1)
     return seen if window is None else seen & (keys > queries - window)
 
 

@@ -226,9 +226,10 @@ class LlamaModel:
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         residual, embedded = self._begin(step)
         inputs: Sequence[Tensor | None] = [None] * len(self.layers)
-        if self.per_layer_inputs is not None:
-            inputs = self.per_layer_inputs(step.token_ids, embedded)
-        angles, steps = self.rotary.at(step.positions), step.group_steps
+        if (table := self.per_layer_inputs) is not None:
+            inputs = table(step.token_ids_or(table.config.pad_id), embedded)
+        angles = self.rotary.at(step.positions, step.angle_positions)
+        steps = step.group_steps
         segments: Segments = segments_of(steps[-1]) if any(self.config.recurrent) else ()
         for index, layer in enumerate(self.layers):
             if self.group:
@@ -240,6 +241,8 @@ class LlamaModel:
                 own = steps[pool.group_of(index)]
                 mixed = mixer(x, index, angles[index], *pool.layer(index), own)
             residual = layer.go_on(index, residual, mixed, step, inputs[index])
+            if step.inserted is not None:
+                residual = step.inserted.added(self.stage.layers.start + index, residual)
         if self.pipeline.after is not None:
             passed = (residual, embedded)[: num_passed(self.config)]
             num_rows, hidden = len(passed) * len(residual), self.config.hidden_size
@@ -253,7 +256,9 @@ class LlamaModel:
         per-layer inputs are made of them: (T, hidden_size) each."""
         pipeline, num_tokens = self.pipeline, len(step.token_ids)
         if pipeline.before is None:
-            embedded = self._embed(step.token_ids)
+            embedded = self._embed(step.token_ids_or(0))
+            if (inserted := step.inserted) is not None:
+                embedded = embedded.index_copy(0, inserted.at, inserted.rows.to(embedded.dtype))
             return embedded, embedded
         hidden, dtype = self.config.hidden_size, self.embedding.dtype
         received = pipeline.receive(num_passed(self.config) * num_tokens, hidden, dtype).clone()

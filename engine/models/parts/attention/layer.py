@@ -57,7 +57,8 @@ class AttentionLayer(PartLayer[Attention]):
         query = self._heads(query, self.query_norm, angles)
         if angles.query_factors is not None:
             query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
-        mixed = gathered_attention(query, keys, values, step, config.window, self.sinks)
+        reaches = step.reaches if config.has_spans else None
+        mixed = gathered_attention(query, keys, values, step, config.window, self.sinks, reaches)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return adapted(self.output, mixed.flatten(1), step.adapters, index, Stack.OUTPUT)

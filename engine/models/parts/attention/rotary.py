@@ -36,18 +36,25 @@ class Angles:
 
     cos, sin: (rows, angles_dim / 2) float32. Of these the first rotary_dim / 2 are angles; the
     others are 0, for dimensions that are not rotated: see `rotate`. query_factors: what queries are
-    multiplied by besides, (rows,) float32, or None.
+    multiplied by besides, (rows,) float32, or None. axes: (angles_dim / 2,) int64, whether an angle
+    is that of a frame, a row or a column, or None where all have one position.
     """
 
     cos: Tensor
     sin: Tensor
     query_factors: Tensor | None
     rotary_dim: int
+    axes: Tensor | None = None
 
-    def at(self, positions: Tensor) -> "Angles":
-        """Takes the rows at positions, (T,) int64, of a table with a row for each position."""
+    def at(self, positions: Tensor, angle_positions: Tensor | None = None) -> "Angles":
+        """Takes the rows at positions, (T,) int64, of a table with a row for each position.
+        angle_positions: see `ModelInput`."""
         factors = None if self.query_factors is None else self.query_factors[positions]
-        return Angles(self.cos[positions], self.sin[positions], factors, self.rotary_dim)
+        places: Tensor | tuple[Tensor, Tensor] = positions
+        if angle_positions is not None and self.axes is not None:
+            columns = torch.arange(len(self.axes), device=positions.device)
+            places = angle_positions[self.axes].t(), columns
+        return Angles(self.cos[places], self.sin[places], factors, self.rotary_dim)
 
 
 class RotaryTables:
@@ -69,9 +76,9 @@ class RotaryTables:
                 tables[kind] = _angles(of, num_positions, device)
             self.layers[index] = tables[kind]
 
-    def at(self, positions: Tensor) -> dict[int, Angles]:
-        """The angles of these positions."""
-        rows = {table: table.at(positions) for table in {*self.layers.values()}}
+    def at(self, positions: Tensor, angle_positions: Tensor | None = None) -> dict[int, Angles]:
+        """The angles of these positions: see `Angles.at`."""
+        rows = {table: table.at(positions, angle_positions) for table in {*self.layers.values()}}
         return {index: rows[table] for index, table in self.layers.items()}
 
 
@@ -86,7 +93,17 @@ def _angles(config: RotatedHeads, num_positions: int, device: torch.device) -> A
     cos, sin = rotary_table(config.rope, rotary_dim, num_positions, device)
     if rest := (head_dim - rotary_dim) // 2:
         cos, sin = functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
-    return Angles(cos, sin, factors, rotary_dim)
+    return Angles(cos, sin, factors, rotary_dim, _axes(config.rope, cos))
+
+
+def _axes(rope: RopeConfig, cos: Tensor) -> Tensor | None:
+    """Source: recomposition_frequencies of transformers' Qwen3VLTextRotaryEmbedding."""
+    if rope.sections is None:
+        return None
+    axes = cos.new_zeros(cos.shape[1], dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.sections[axis] : 3] = axis
+    return axes
 
 
 def _query_factors(config: RotatedHeads, num_positions: int) -> Tensor | None:
