@@ -90,6 +90,10 @@ class Insert(NamedTuple):
     operations: int = 0
     is_whole: bool = False
 
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
 
 class ResumedAnswer(NamedTuple):
     """An answer that an earlier engine began, as far as its tokens have been returned.
@@ -116,7 +120,7 @@ class Request:
     prediction: what the answer may be, in ids, or part of it: drafts are looked up there too.
     max_drafts: of a row of a step; None for as many as the engine may have.
     resumed: of a request that an earlier engine began, the answers that have not ended, by index;
-    None where all n start here.
+    None where all n start here. inserts: of its prompt, ascending, none overlapping another.
     """
 
     id: RequestId
@@ -134,6 +138,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     max_drafts: int | None = None
     resumed: tuple[ResumedAnswer, ...] | None = None
+    inserts: tuple[Insert, ...] = ()
 
 
 class PromptOutputRequest(NamedTuple):
@@ -152,7 +157,8 @@ class SlotAssignment(NamedTuple):
     that no row reads are 0. That of a group with a recurrence has one entry, the sequence's state.
     seed: this sample's own. prompt_request: the outputs still missing of its prompt; its rows then
     begin at the first token, unless that is pooling LAST alone. adapter: see Request. What an
-    executor keeps of an earlier assignment of the slot is void.
+    executor keeps of an earlier assignment of the slot is void. inserts: see Request; their content
+    is left out, as the executor has it from `Executor.prepare`.
     """
 
     slot: int
@@ -163,6 +169,7 @@ class SlotAssignment(NamedTuple):
     seed: int
     prompt_request: PromptOutputRequest | None = None
     adapter: str | None = None
+    inserts: tuple[Insert, ...] = ()
 
 
 class TableUpdate(NamedTuple):
@@ -199,6 +206,15 @@ class StateSnapshot(NamedTuple):
     state: int
 
 
+class Encode(NamedTuple):
+    """Insert `index` of a request is to be encoded for about budget_s of this step, or until its
+    rows are complete; what an earlier step has begun goes on."""
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
+    budget_s: float
+
+
 class ScheduledBatch(NamedTuple):
     """One step's work, as differences to the executor's per-slot tables.
 
@@ -224,6 +240,9 @@ class ScheduledBatch(NamedTuple):
     num_scored: prompt tokens of this step whose successor's logprob is requested: rows of the
     output layer besides those that sample. snapshots: by row, of one row in the order of its
     tokens. A row that starts at 0 begins with a state of zeros, whatever its slot's state holds.
+    encodes: in order, after the rows; a step with any may have no rows. dropped: digests of inserts
+    whose rows, and what is begun of them, may go before this step. Rows read those of inserts that
+    earlier steps have completed.
     """
 
     step: int
@@ -241,6 +260,8 @@ class ScheduledBatch(NamedTuple):
     wanted_drafts: tuple[int, ...] = ()
     num_unresolved: tuple[int, ...] = ()
     wants_forced: bool = False
+    encodes: tuple[Encode, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -285,7 +306,8 @@ class SampledTokens(NamedTuple):
     that its grammar has next, where it leaves no choice of text: drafts for the next step.
     proposed: by sampling row, the drafts that were wanted of the executor, or fewer. proposing_s:
     what that took, after the step. num_caught_up: tokens known long before that it computed first,
-    for what proposes.
+    for what proposes. encoded: of the step's encodes, the inserts whose rows are complete, as
+    request and index. encoding_s: the part of the step's time that its encodes took.
     """
 
     step: int
@@ -301,6 +323,8 @@ class SampledTokens(NamedTuple):
     proposed: Mapping[int, tuple[int, ...]] = {}
     proposing_s: float = 0.0
     num_caught_up: int = 0
+    encoded: tuple[tuple[RequestId, int], ...] = ()
+    encoding_s: float = 0.0
 
 
 class Finish(NamedTuple):

@@ -32,6 +32,28 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInfo:
+    """The encoder of a model that takes images: see `penstock.engine.encoders.encoder.Encoder`.
+
+    weight_bytes: of its own weights, which are not among the model's. flops_per_patch: of its
+    linear layers; flops_per_pair: of its attention, of a patch to another. bytes_per_token: of the
+    rows that it makes, with all that is added to later layers. max_patches: of one insert.
+    is_whole: see `Insert`.
+    """
+
+    weight_bytes: int
+    flops_per_patch: int
+    flops_per_pair: int
+    bytes_per_token: int
+    max_patches: int
+    is_whole: bool = False
+
+    def operations(self, num_patches: int) -> int:
+        """Of an insert of so many patches, each of which attends to all."""
+        return num_patches * (self.flops_per_patch + num_patches * self.flops_per_pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationInfo:
     """How the weights of linear layers were rounded at load, and what it changed.
 
@@ -95,7 +117,7 @@ class ModelInfo:
     model_impl: whose implementation of the family computes it, "penstock" or "transformers".
     tensor_parallel_size: how many ranks have a part of every layer each. pipeline_parallel_size:
     how many stages there are, each of some layers. Bytes, operations, peaks and measurements are
-    then those of one rank, in the last stage.
+    then those of one rank, in the last stage. encoder: of images; None where it takes text alone.
     """
 
     architecture: str
@@ -135,6 +157,7 @@ class ModelInfo:
     model_impl: str = "penstock"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    encoder: EncoderInfo | None = None
 
     @property
     def max_in_flight(self) -> int:
