@@ -25,6 +25,7 @@ _DEEPSEEK_V2_DEFAULTS = {
     "n_routed_experts": 64,
     "n_shared_experts": 2,
     "moe_intermediate_size": 1407,
+    "topk_method": "greedy",
 }
 _DEEPSEEK_V3_DEFAULTS = {
     **_LATENT_DEFAULTS,

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.errors import InvalidModel
-from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, MORE_FAMILIES, made_config
+from tests.support.tiny_models import ALL_FAMILIES, made_config
 
 # Sizes of tensors: one that is read otherwise than it was meant has another shape, and is refused.
 _SIZES = frozenset(
@@ -31,7 +31,7 @@ _NAMES = frozenset(
 )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, *HYBRID_FAMILIES])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_missing_key_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
     config = made_config(family)
     config.save_pretrained(tmp_path)

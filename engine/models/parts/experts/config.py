@@ -237,7 +237,7 @@ def deepseek_experts(
 def _groups(fields: Fields, experts: Experts, num_best: int) -> dict[str, Any]:
     """Reads the groups of experts; nothing where all of them are used."""
     num = fields.count("n_group", default=1, most=_MAX_EXPERTS)
-    used = fields.count("topk_group", default=num)
+    used = fields.count("topk_group", default=1)
     if used >= num or fields.text("topk_method") == "greedy":
         return {}
     size, rest = divmod(experts.num_experts, num)
