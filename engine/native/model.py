@@ -54,6 +54,10 @@ class NativeModel:
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         self._inputs = model.per_layer_inputs
+        tables = {*model.rotary.layers.values()}
+        # All layers with attention have it, where images have positions of their own.
+        self._angles = next((table for table in tables if table.axes is not None), None)
+        assert self._angles is None or len(tables) == 1, tables
         check_features(config, self._dtype)
         try_products(library, samples(model), self._dtype)
         packer = Packer(library, self._dtype)
@@ -202,7 +206,10 @@ class NativeModel:
         width = max((run.weights.width for run in step.adapters), default=0)
         # None where they change layers of other stages alone.
         runs = native_runs(step.adapters if width else ())
-        input_rows = None if self._inputs is None else self._inputs.rows(step.token_ids)
+        input_rows = None
+        if (table := self._inputs) is not None:
+            input_rows = table.rows(step.token_ids_or(table.config.pad_id))
+        inserts = self._inserts(step)
         received, sent = self._passed(len(step.token_ids))
         snapshots = [number for snapshot in step.snapshots for number in snapshot]
         numbers = (c_int64 * len(snapshots))(*snapshots)
@@ -232,8 +239,28 @@ class NativeModel:
             input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),
+            inserts=0 if step.inserted is None else len(step.inserted.rows),
+            num_deep=len(inserts.get("deepstack", ())),
+            **{name: _address(tensor) for name, tensor in inserts.items()},
         )
-        return native_step, query_starts, runs, input_rows, received, sent, numbers, drafts, rows
+        kept = (query_starts, runs, input_rows, received, sent, numbers, drafts, rows, inserts)
+        return native_step, *kept
+
+    def _inserts(self, step: ModelInput) -> dict[str, Tensor]:
+        """Returns what the structure has only for sequences with inserts, by its names."""
+        found = {} if step.reaches is None else {"reaches": step.reaches}
+        if self._angles is not None and step.angle_positions is not None:
+            angles = self._angles.at(step.positions, step.angle_positions)
+            found |= {"cos": angles.cos.contiguous(), "sin": angles.sin.contiguous()}
+        if (inserted := step.inserted) is not None:
+            insert_of = torch.full_like(step.token_ids, -1)
+            insert_of[inserted.at] = torch.arange(len(inserted.at))
+            rows = inserted.rows.float().contiguous()
+            found |= {"insert_of": insert_of, "inserted": rows}
+            if inserted.deepstack is not None:
+                own = inserted.deepstack[self._first_layer :]
+                found["deepstack"] = own.float().contiguous()
+        return found
 
     def _draft_starts(self, step: ModelInput) -> Tensor | None:
         if not any(step.num_drafts):

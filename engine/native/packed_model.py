@@ -118,7 +118,7 @@ class _AttentionPacker:
         if isinstance(layer, LatentAttentionLayer):  # its values are in its keys
             both = both[0], both[0]
             given = dict.fromkeys(("query_norm", "key_norm", "sinks"))
-            given |= dict.fromkeys(("kv_parts", "has_gates"), 0)
+            given |= dict.fromkeys(("kv_parts", "has_gates", "has_spans"), 0)
         else:
             given["kv_parts"] = layer.config.num_kv_parts
         (keys, key_scales), (values, value_scales) = map(self._pages, both)

@@ -43,8 +43,9 @@ template <class Runs> class AttentionTo final : public Attention {
     void attend(const HeadKeys &keys, const Rows &rows, const Positions &next) override {
         gathered_.clear(rows.count(), step_);
         const int64_t size = keys.places.piece();
-        for (int64_t piece = rows.oldest(rows.first_position) / size; piece * size <= rows.last(); ++piece) {
-            const bool is_last = (piece + 1) * size > rows.last();
+        const int64_t end = rows.end();
+        for (int64_t piece = rows.oldest(rows.first_position) / size; piece * size < end; ++piece) {
+            const bool is_last = (piece + 1) * size >= end;
             attend_piece(keys, rows, piece, is_last ? next : first_of(keys, rows, piece + 1));
             merge(gathered_, piece_, rows.count(), step_);
         }
@@ -56,7 +57,7 @@ template <class Runs> class AttentionTo final : public Attention {
         piece_.clear(count, step_);
         const int64_t size = of.places.piece();
         const int64_t begin = std::max(piece * size, rows.oldest(rows.first_position));
-        const int64_t end = std::min((piece + 1) * size, rows.last() + 1);
+        const int64_t end = std::min((piece + 1) * size, rows.end());
         for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
             const int64_t known = std::min(kKeys, end - start);
             runs_.find(keys, start, known);
@@ -80,7 +81,7 @@ template <class Runs> class AttentionTo final : public Attention {
         for (int64_t row = 0; row < rows.count(); ++row) {
             const int64_t position = rows.first_position + row / rows.group;
             const int64_t begin = std::max<int64_t>(rows.oldest(position) - start, 0);
-            const int64_t end = std::min(width, position + 1 - start);
+            const int64_t end = std::min(width, rows.reach(row / rows.group) - start);
             X *weights = weights_.get() + row * kKeys;
             if (begin >= end) {
                 std::fill(weights, weights + width, X{});

@@ -41,7 +41,10 @@ class StepJob : public Job {
         embedding_.run(thread);
         if (model.merge.fc.rows) embedding_.merge(thread);
         if (model.inputs.size) inputs_.make(thread);
-        for (int64_t l = 0; l < model.num_layers; ++l) run_layer(thread, l);
+        for (int64_t l = 0; l < model.num_layers; ++l) {
+            run_layer(thread, l);
+            if (l < step.num_deep) embedding_.deepen(thread, l);
+        }
         if (step.sent) return head_.send(thread);
         if (step.all_states) head_.put_all_states(thread);
         if (step.states) return head_.put_states(thread);

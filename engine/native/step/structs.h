@@ -52,6 +52,7 @@ struct AttentionLayer {
     // layer reads those of another.
     int64_t kv_parts;
     int64_t has_gates;  // qkv gives one after each head's query: its sigmoid multiplies what the head has attended to
+    int64_t has_spans;  // it reads Step::reaches
 };
 
 // ---- Latent attention ---------------------------------------------------------------------------
@@ -246,4 +247,12 @@ struct Step {
     // embeds, and in the last, which writes states or logits.
     const float *received;
     float *sent;
+    // What an encoder has made, (inserts, hidden), in place of embedded tokens: of each token which of them, or -1, null
+    // where all are -1. deepstack: (num_deep, inserts, hidden), added after each of the first layers.
+    const float *inserted, *deepstack;
+    const int64_t *insert_of;
+    int64_t inserts, num_deep;
+    // (tokens, head_dim / 2) or null: the angles of these tokens, in place of layers' own rows at their positions.
+    const float *cos, *sin;
+    const int64_t *reaches;  // (tokens) or null: the position after the last that a token attends to
 };

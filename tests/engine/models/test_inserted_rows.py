@@ -45,7 +45,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, path, ids, prompts, expected)
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "native"])
 def made(request: pytest.FixtureRequest, case: Case) -> Any:
     if request.param == "native" and not HAS_COMPILER:
         pytest.skip("there is no C++ compiler")

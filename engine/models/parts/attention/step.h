@@ -114,8 +114,9 @@ class AttentionPhases : PartPhases {
         return worker.head.get();
     }
     Rotation rotation(const AttentionLayer &layer, const Kind &kind, int64_t t, float factor) const {
-        const int64_t angles = s_.positions[t] * layer.angles_step;
         const int64_t half = kind.latent_dim ? 0 : kind.rotary_dim / 2;  // its queries are rotated
+        const int64_t own = t * (kind.head_dim / 2), angles = s_.positions[t] * layer.angles_step;
+        if (s_.cos) return {s_.cos + own, s_.sin + own, half, factor};
         return {layer.cos + angles, layer.sin + angles, half, factor};
     }
 
@@ -135,7 +136,7 @@ class AttentionPhases : PartPhases {
         int64_t parts = 0;
         for (int64_t i = 0; i < s_.sequences; ++i) {
             const int64_t first = s_.query_starts[i], end = s_.query_starts[i + 1];
-            kind.keys_first |= end - first > tile;
+            kind.keys_first |= end - first > tile || s_.reaches;
             const int64_t pieces = end == first ? 0 : s_.positions[end - 1] / places(kind).piece() + 1;
             if (end - first == 1 && pieces > 1) {
                 for (int64_t piece = 0; piece < pieces; ++piece)
@@ -179,7 +180,8 @@ class AttentionPhases : PartPhases {
         return {&layer, places(kind), kv_head, s_.block_tables + row * s_.max_blocks};
     }
     Rows rows_of(const AttentionLayer &layer, const Kind &kind, const Unit &unit) {
-        return {s_.positions[unit.first], unit.tokens, group(kind), layer.window};
+        const int64_t *reaches = s_.reaches && layer.has_spans ? s_.reaches + unit.first : nullptr;
+        return {s_.positions[unit.first], unit.tokens, group(kind), layer.window, reaches};
     }
 
     // The positions that a head of a unit attends to first; none behind the last unit.

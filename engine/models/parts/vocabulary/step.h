@@ -21,6 +21,16 @@ class EmbeddingPhases : PartPhases {
         if (!s_.received) sums_.add(thread, -1, state_.residual, s_.tokens * m_.hidden);
     }
 
+    // Adds to tokens with inserted rows what these have for a layer.
+    KEEP_APART void deepen(StepThread &thread, int64_t layer) {
+        thread.run(s_.tokens, [&](int64_t t) {
+            if (s_.insert_of[t] < 0) return;
+            const float *from = s_.deepstack + (layer * s_.inserts + s_.insert_of[t]) * m_.hidden;
+            float *to = state_.residual_of(t);
+            for (int64_t i = 0; i < m_.hidden; ++i) to[i] += from[i];
+        });
+    }
+
     // Of a head that drafts: what its layer reads, from the embedded tokens.
     KEEP_APART void merge(StepThread &thread) {
         const Merge &merge = m_.merge;
@@ -43,6 +53,11 @@ class EmbeddingPhases : PartPhases {
         const Embedding &embedding = m_.embedding;
         const int64_t id = s_.token_ids[t] - m_.ranks.first_id;
         float *out = state_.residual_of(t);
+        if (s_.insert_of && s_.insert_of[t] >= 0) {  // of one rank, as all are added up
+            const float *row = s_.inserted + s_.insert_of[t] * m_.hidden;
+            m_.ranks.first_id ? std::fill_n(out, m_.hidden, 0.0f) : std::copy_n(row, m_.hidden, out);
+            return;
+        }
         if (m_.ranks.group && (id < 0 || id >= embedding.rows)) {  // another rank has it
             std::fill_n(out, m_.hidden, 0.0f);
             return;
