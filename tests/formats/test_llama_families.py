@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from penstock.engine.hub.gguf import check_gguf
 from tests.bench.peers.models import convert_to_gguf
@@ -18,9 +19,21 @@ from tests.support.tiny_models import MAX_LEN, Harness, make_model, save
 
 pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason=NOT_INSTALLED)
 
-# Those that llama.cpp's server does not compute as they are: Mistral's windows, and EXAONE 4's but
-# of 64 layers.
-_WITHOUT_SERVER = ("mistral_window", "exaone4")
+# Those that llama.cpp's server does not compute as they are: Mistral's windows, EXAONE 4's but of
+# 64 layers, DeepSeek-V2's groups, of which it takes the best as V3 does, and queries that are no
+# products of latents but of 26, 27 or 48 layers.
+_WITHOUT_SERVER = ("mistral_window", "exaone4", "deepseek_v2", "deepseek_v2_lite", "youtu_direct")
+# What config.json says in published checkpoints, and not as transformers saves it.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"scoring_func": "softmax"},
+    "deepseek_v2_lite": {"scoring_func": "softmax"},
+    "deepseek_v3": {"scoring_func": "sigmoid"},
+    # Of GLM-4.7-Flash llama.cpp knows the second by the number of its layers.
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "scoring_func": "sigmoid"},
+    "youtu": {"bos_token_id": None},
+}
+# Tokens that the converter wants of every GLM.
+_OF_GLM = ["<|endoftext|>", "[gMASK]", "<|user|>", "<|observation|>"]
 # Of a tokenizer each, whose words the converter takes.
 _BYTE_LEVEL = ("tokenizer.json", "tokenizer_config.json")
 MAX_TOKENS, NUM_TOP = 12, 10
@@ -34,10 +47,18 @@ def converted(family: str, folder: Path) -> tuple[Any, Path]:
     if is_gemma4 and not STORIES.exists():
         pytest.skip("no trained model, whose tokenizer is of Gemma's kind")
     tokenizer, vocab_size = (STORIES, 512) if is_gemma4 else (DEMO_MODEL, 2048)
+    vocab_size += len(_OF_GLM) * family.startswith("glm")
     model = make_model(family, vocab_size=vocab_size, **WRITTEN[family])
     save(model, folder)
     for name in _BYTE_LEVEL:
         shutil.copy(tokenizer / name, folder)
+    if family.startswith("glm"):
+        tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokens.add_special_tokens(_OF_GLM)
+        tokens.save(str(folder / "tokenizer.json"))
+    if published := _PUBLISHED.get(family):
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | published))
     if family.startswith("phi4"):  # by which the converter tells Phi-4 from Phi-3
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         settings["tokenizer_class"] = "GPT2Tokenizer"

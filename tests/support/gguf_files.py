@@ -16,8 +16,8 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from tests.support.gguf_blocks import quantized_blocks
-from tests.support.gguf_mixtures import HYBRIDS, add_settings, converted
-from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES
+from tests.support.gguf_mixtures import LATENTS, WITH_PARTS, add_settings, converted
+from tests.support.tiny_models import FAMILIES, HYBRID_FAMILIES, LATENT_FAMILIES
 
 # By the family of the model.
 ARCHITECTURES = {
@@ -41,6 +41,8 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    **dict.fromkeys(LATENTS, gguf.MODEL_ARCH.DEEPSEEK2),
 }
 _PERMUTED = (
     gguf.MODEL_ARCH.LLAMA,
@@ -55,6 +57,9 @@ _GEMMA3: dict[str, Any] = {
     "num_hidden_layers": 6,
     "layer_types": [*[_SLIDING] * 5, _FULL],
 }
+# llama.cpp has one factor for angles and scores.
+_ROPE = LATENT_FAMILIES["youtu"][1]["rope_parameters"]
+_ONE_MSCALE = {"rope_parameters": {**_ROPE, "mscale": _ROPE["mscale_all_dim"]}}
 # What the names of a text model's tensors begin with.
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
 # The tiny models that are written, with what the metadata has no place for as llama.cpp takes it to
@@ -70,6 +75,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "gemma4_unified_wrapped": {},
     **{name: {} for name in ("qwen2_moe", "qwen3_moe", *HYBRID_FAMILIES)},
     "gpt_oss": {"swiglu_limit": 7.0},
+    **{name: {} for name in ("glm4_moe", "glm4_moe_groups", "glm4_moe_lite")},
+    **dict.fromkeys(("youtu", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"), _ONE_MSCALE),
+    "youtu_direct": {"rope_interleave": True},
 }
 # Of a tensor, by its name in the file.
 TypeOf = Callable[[str], Type]
@@ -241,12 +249,15 @@ def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
     else:
         if size := getattr(config, "intermediate_size", None):
             writer.add_feed_forward_length(size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        head_dim = None if architecture == "phi3" else getattr(config, "head_dim", None)
+        has_latents = architecture == "deepseek2"
+        writer.add_head_count_kv(1 if has_latents else config.num_key_value_heads)
+        head_dim = (
+            None if has_latents or architecture == "phi3" else getattr(config, "head_dim", None)
+        )
         if head_dim:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
-            if architecture not in ("gemma3", "olmo2", "seed_oss", "exaone4", *HYBRIDS):
+            if architecture not in ("gemma3", "olmo2", "seed_oss", "exaone4", *WITH_PARTS):
                 writer.add_rope_dimension_count(head_dim)
     _add_rope(writer, config)
     add_settings(writer, config)

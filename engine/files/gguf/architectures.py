@@ -26,8 +26,9 @@ class Architecture:
     of, what all have; config: the latter. is_permuted: llama.cpp rotates pairs of neighbours, so
     the rows of each head of queries and keys have another order. rotates_parts: of a head, in some
     models. tiles_heads: the first value head of each key head of a delta net comes first, then the
-    second of each, and so on. renamed: kinds of tensors that it names in another way than others.
-    unused: tensors, as a regular expression, that have no effect.
+    second of each, and so on. has_latents: the metadata's sizes of heads may be those of latents.
+    renamed: kinds of tensors that it names in another way than others. unused: tensors, as a
+    regular expression, that have no effect.
     """
 
     family: str
@@ -35,6 +36,7 @@ class Architecture:
     is_permuted: bool = False
     rotates_parts: bool = False
     tiles_heads: bool = False
+    has_latents: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     unused: str = ""
 
@@ -157,10 +159,9 @@ def _qwen3moe(keys: Keys, config: Settings) -> Settings:
 
 
 def _qwen35(keys: Keys, config: Settings) -> Settings:
-    """The last layers of the file may be those that draft, which are not the model's."""
     num_heads = keys.get("ssm.time_step_rank")
     return {
-        "num_hidden_layers": keys.num_layers - num_drafting(keys) or None,
+        **_without_drafting(keys),
         "full_attention_interval": keys.get("full_attention_interval"),
         "linear_conv_kernel_dim": keys.get("ssm.conv_kernel"),
         "linear_key_head_dim": keys.get("ssm.state_size"),
@@ -176,6 +177,11 @@ def num_drafting(keys: Keys) -> int:
     return number if isinstance(number, int) and 0 <= number < keys.num_layers else 0
 
 
+def _without_drafting(keys: Keys) -> Settings:
+    """The last layers of the file may be those that draft, which are not the model's."""
+    return {"num_hidden_layers": keys.num_layers - num_drafting(keys) or None}
+
+
 def _qwen35moe(keys: Keys, config: Settings) -> Settings:
     return {**_qwen35(keys, config), **_experts(keys), **_shared_expert(keys)}
 
@@ -189,6 +195,70 @@ def _gpt_oss(keys: Keys, config: Settings) -> Settings:
         "intermediate_size": experts["moe_intermediate_size"],
         "rope_parameters": {**rope, **({"truncate": False} if rope["rope_type"] == "yarn" else {})},
     }
+
+
+# By expert_gating_func, which older files do not have.
+_SCORES = {"None": None, "1": "softmax", "2": "sigmoid"}
+
+
+def _routed(keys: Keys) -> Settings:
+    """Returns the settings of DeepSeek's experts."""
+    scores = str(keys.get("expert_gating_func"))
+    return {
+        **_experts(keys),
+        "num_experts": None,
+        "n_routed_experts": keys.get("expert_count"),
+        "n_shared_experts": keys.get("expert_shared_count"),
+        "first_k_dense_replace": keys.get("leading_dense_block_count"),
+        "routed_scaling_factor": keys.get("expert_weights_scale") or None,  # 0 for none
+        "norm_topk_prob": keys.get("expert_weights_norm"),
+        "scoring_func": _SCORES.get(scores, scores),
+        "topk_method": None,  # by groups, where there are several
+        "n_group": keys.get("expert_group_count"),
+        "topk_group": keys.get("expert_group_used_count"),
+    }
+
+
+def _glm4moe(keys: Keys, config: Settings) -> Settings:
+    has_norms = keys.has("blk.0.attn_q_norm.weight")
+    return {**_routed(keys), **_without_drafting(keys), "use_qk_norm": has_norms}
+
+
+def _deepseek2(keys: Keys, config: Settings) -> Settings:
+    """DeepSeek-V3 and those like it, V2, or one without experts. In older files the sizes of
+    heads are where newer ones have those of latents."""
+    rope_dim, is_v3 = keys.get("rope.dimension_count"), _has_sigmoids(keys)
+    key_dim = keys.get("attention.key_length_mla", keys.get("attention.key_length"))
+    have_sizes = isinstance(key_dim, int) and isinstance(rope_dim, int)
+    found = {
+        **_without_drafting(keys),
+        "head_dim": None,
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": keys.get("attention.q_lora_rank"),
+        "kv_lora_rank": keys.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key_dim - rope_dim if have_sizes else None,
+        "v_head_dim": keys.get("attention.value_length_mla", keys.get("attention.value_length")),
+        "rope_parameters": _latent_rope(keys, config["rope_parameters"]),
+    }
+    if keys.get("expert_count"):
+        found |= {**_routed(keys), "model_type": "deepseek_v3" if is_v3 else "deepseek_v2"}
+    return found
+
+
+def _has_sigmoids(keys: Keys) -> bool:
+    """Where the file does not say it, those that have corrections have them."""
+    given = keys.get("expert_gating_func")
+    corrections = (name.endswith(".exp_probs_b.bias") for name in keys.gguf.tensors)
+    return any(corrections) if given is None else _SCORES.get(str(given)) == "sigmoid"
+
+
+def _latent_rope(keys: Keys, rope: Settings) -> Settings:
+    """The file has a tenth of DeepSeek's factor, which is that of angles and of scores."""
+    if "mscale" in rope:
+        factor = 10 * keys.get("rope.scaling.yarn_log_multiplier")
+        rope = {**rope, "mscale": factor, "mscale_all_dim": factor}
+    return {**rope, "llama_4_scaling_beta": keys.get("attention.temperature_scale")}
 
 
 # As transformers has the norm before the MLP, though its name says what it comes after.
@@ -210,6 +280,16 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(family="qwen3_moe", read=_qwen3moe),
     "qwen35": _QWEN35,
     "qwen35moe": replace(_QWEN35, family="qwen3_5_moe_text", read=_qwen35moe),
+    "glm4moe": Architecture(
+        family="glm4_moe", read=_glm4moe, rotates_parts=True, renamed=_NORM_BEFORE_MLP
+    ),
+    "deepseek2": Architecture(
+        family="youtu",
+        read=_deepseek2,
+        has_latents=True,
+        # Some files have these beside attn_kv_b, of which they are made.
+        unused=r"blk\.\d+\.attn_(k|v)_b\.weight",
+    ),
     "gpt-oss": Architecture(family="gpt_oss", read=_gpt_oss, renamed=_NORM_BEFORE_MLP),
     "phi3": Architecture(family="phi3", read=_phi3, rotates_parts=True),
     "smollm3": Architecture(family="smollm3", is_permuted=True),

@@ -61,7 +61,7 @@ def _config(gguf: GgufFile) -> dict[str, Any]:
     if head_dim is None:
         head_dim = quotient(config["hidden_size"], config["num_attention_heads"])
     value_dim = keys.get("attention.value_length", head_dim)
-    if value_dim != head_dim:
+    if value_dim != head_dim and not architecture.has_latents:
         raise InvalidModel(
             f"{gguf.path} has keys of {head_dim!r:.20} and values of {value_dim!r:.20} dimensions; "
             "only models that have as many of both are supported"
@@ -101,7 +101,8 @@ def _rotated_share(keys: Keys, architecture: Architecture, head_dim: Any) -> dic
     """Says which share of a head is rotated; empty where it can only be the whole. Raises
     InvalidModel."""
     rotated = keys.get("rope.dimension_count", head_dim)
-    if not head_dim or (rotated == head_dim and not architecture.rotates_parts):
+    is_whole = rotated == head_dim and not architecture.rotates_parts
+    if not head_dim or is_whole or architecture.has_latents:
         return {}
     if not architecture.rotates_parts or quotient(rotated, head_dim) is None:
         raise InvalidModel(

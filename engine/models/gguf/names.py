@@ -16,8 +16,9 @@ from penstock.engine.files.gguf.settings import architecture_name
 from penstock.engine.models.config import LAYER, ModelConfig
 from penstock.engine.models.layers.weight_formats import Spans
 from penstock.engine.models.parts.delta_net.config import DeltaNet
+from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.per_layer_inputs.config import TABLE
-from penstock.engine.models.parts.tensors import Axis, LinearSpec, VectorSpec
+from penstock.engine.models.parts.tensors import Axis, LinearSpec, MatrixSpec, VectorSpec
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
@@ -36,6 +37,8 @@ _FUSED = {
     ("attn_q", "attn_k", "attn_v"): "attn_qkv",
     ("ffn_gate_exps", "ffn_up_exps"): "ffn_gate_up_exps",
 }
+# What would make keys and values of latents, in one tensor or in two.
+_EXPANSION, _APART = "attn_kv_b", ("attn_k_b", "attn_v_b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,8 @@ class Place:
     places of the checkpoint's, one after the other; None where that is the file's order. offset: by
     how much the file's numbers exceed those of the checkpoint. is_decay: they are minus the
     exponential of those. scale: the tensor, and the number in it, by which they are multiplied.
+    values: the tensor of what makes a head's values of a latent, which come after what makes its
+    keys, of all heads; that is transposed in the file.
     """
 
     tensor: str
@@ -59,6 +64,7 @@ class Place:
     offset: float = 0.0
     is_decay: bool = False
     scale: tuple[str, int] | None = None
+    values: str | None = None
 
 
 class GgufNames:
@@ -72,6 +78,8 @@ class GgufNames:
         mixers = [layer.mixer for layer in config.layers if self._architecture.tiles_heads]
         nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
         self._num_key_heads = nets[0].num_key_heads if nets else None
+        latents = [each.mixer for each in config.layers if isinstance(each.mixer, LatentAttention)]
+        self._nope_dim = latents[0].nope_dim if latents else 0
         self._places: dict[str, Place] = {}
         self._vectors: set[str] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -128,6 +136,9 @@ class GgufNames:
             return
         fused = _FUSED.get(tuple(kinds), "")
         is_fused = self._name(prefix, fused, "weight") in self._found
+        if kinds == [_EXPANSION] and self._name(prefix, _EXPANSION, "weight") not in self._found:
+            self._add_apart(prefix, linear.matrices[0])
+            return
         for matrix in linear.matrices:
             rows, columns = self._order(matrix.rows), self._order((matrix.columns,))
             for name, kind in zip(matrix.names, cycle(matrix.gguf), strict=False):
@@ -142,10 +153,21 @@ class GgufNames:
                     if ending == "weight":
                         own = {"columns": columns, "scale": self._scale(tensor)}
                     self._add(f"{prefix}{name}.{ending}", tensor, shapes[ending], **others, **own)
-        if linear.is_quantizable:
+        if linear.is_quantizable and not linear.is_widened:
             weights = [f"{prefix}{name}.weight" for name in linear.names]
             found = (self._places[name].tensor for name in weights if name in self._places)
             self.stacks.append(tuple(dict.fromkeys(found)))
+
+    def _add_apart(self, prefix: str, expansion: MatrixSpec) -> None:
+        """Adds the two tensors that newer files have for it."""
+        heads, (name,) = expansion.rows[0], expansion.names
+        keys, values = (self._name(prefix, kind, "weight") for kind in _APART)
+        latent_dim, value_dim = expansion.columns.size, heads.width - self._nope_dim
+        self._places[f"{prefix}{name}.weight"] = Place(
+            tensor=keys, shape=expansion.shape, values=values
+        )
+        self.shapes[keys] = heads.count * latent_dim, self._nope_dim
+        self.shapes[values] = heads.count * value_dim, latent_dim
 
     def _add(self, name: str, tensor: str, shape: tuple[int, ...], **others: Any) -> None:
         """Adds rows, or numbers, after those that the tensor has already."""

@@ -108,9 +108,26 @@ class GgufWeights(WeightSource):
 
     def _widen(self, name: str, tensor: "_Stored", into: Tensor) -> None:
         """Some rows at a time."""
+        start, is_narrow = 0, into.dtype is torch.float16
+        for numbers in self._numbers(tensor):
+            part = into.view(len(into), -1)[start : start + len(numbers)].copy_(numbers)
+            # All of a vector, and the first rows of a matrix, but in float16, which overflows.
+            if (start == 0 or is_narrow) and not bool(part.isfinite().all()):
+                self._check_finite(name, numbers)
+                raise InvalidModel(
+                    f"the tensor {name!r} in {self._gguf.path} has the value "
+                    f"{float(numbers.abs().max()):g}, and float16 holds none above 65504; use "
+                    "--dtype bfloat16 or --dtype float32"
+                )
+            start += len(numbers)
+
+    def _numbers(self, tensor: "_Stored") -> Iterator[Tensor]:
+        """Yields those of some rows at a time."""
         info, place = tensor.info, tensor.place
+        if place.values is not None:
+            yield tensor.cut.rows_of(self._joined(place.tensor, place.values))
+            return
         raw = self._rows(tensor)
-        is_narrow = into.dtype is torch.float16
         is_plain = info.type.block_size == 1
         step = len(raw) if is_plain else max(1, _NUMBERS_AT_ONCE // info.shape[-1])
         for start in range(0, len(raw), step):
@@ -123,15 +140,17 @@ class GgufWeights(WeightSource):
                 numbers = numbers.float() * scale
             if tensor.columns is not None:
                 numbers = torch.cat([numbers[:, slice(*span)] for span in tensor.columns], dim=1)
-            part = into.view(len(raw), -1)[start : start + step].copy_(numbers)
-            # All of a vector, and the first rows of a matrix, but in float16, which overflows.
-            if (start == 0 or is_narrow) and not bool(part.isfinite().all()):
-                self._check_finite(name, numbers)
-                raise InvalidModel(
-                    f"the tensor {name!r} in {self._gguf.path} has the value "
-                    f"{float(numbers.abs().max()):g}, and float16 holds none above 65504; use "
-                    "--dtype bfloat16 or --dtype float32"
-                )
+            yield numbers
+
+    def _joined(self, *names: str) -> Tensor:
+        """Returns tensors of (heads, latent_dim, nope_dim) and (heads, value_dim, latent_dim), as
+        `Place.values` says, in one matrix of (rows, latent_dim)."""
+        kinds = (self._gguf.tensors[name].type for name in names)
+        raw = (self._raw(name).view(self._names.shapes[name][0], -1) for name in names)
+        keys, values = (blocks.numbers(*each).float() for each in zip(raw, kinds, strict=True))
+        latent_dim = values.shape[1]
+        keys = keys.view(-1, latent_dim, keys.shape[1]).transpose(1, 2)
+        return torch.cat((keys, values.view(len(keys), -1, latent_dim)), dim=1).flatten(0, 1)
 
     def _check_finite(self, name: str, numbers: Tensor) -> None:
         if not bool(numbers.isfinite().all()):
@@ -166,18 +185,20 @@ class GgufWeights(WeightSource):
         if tensor.place.scale is None:
             return None
         name, index = tensor.place.scale
+        kind = self._gguf.tensors[name].type
+        return blocks.numbers(self._raw(name).view(1, -1), kind)[0, index].float()
+
+    def _raw(self, name: str) -> Tensor:
+        """The bytes of a tensor of the file."""
         info = self._gguf.tensors[name]
-        raw = self._bytes[self._gguf.part_of[name]][info.offset : info.offset + info.num_bytes]
-        return blocks.numbers(raw.view(1, -1), info.type)[0, index].float()
+        return self._bytes[self._gguf.part_of[name]][info.offset : info.offset + info.num_bytes]
 
     def _rows(self, tensor: "_Stored") -> Tensor:
         """(rows, bytes of a row) uint8, in the order of the checkpoint; of a vector a row each
         number. What a rank has beyond the tensor is zeros."""
         place, info = tensor.place, tensor.info
-        content = self._bytes[self._gguf.part_of[place.tensor]]
-        raw = content[info.offset : info.offset + info.num_bytes]
         num_all = info.num_elements // (info.shape[-1] if place.shape[1:] else 1)
-        raw = raw.view(num_all, -1)[place.first : place.first + place.shape[0]]
+        raw = self._raw(place.tensor).view(num_all, -1)[place.first : place.first + place.shape[0]]
         if (head_dim := place.head_dim) is not None:
             pairs = raw.view(-1, head_dim // 2, 2, raw.shape[1])
             raw = pairs.transpose(1, 2).reshape(raw.shape)
@@ -224,6 +245,8 @@ class _Stored:
     @property
     def share(self) -> _Share:
         scheme, columns = blocks.scheme(self.info.type), self.columns
+        if self.place.values is not None:
+            scheme = None
         if scheme is not None and columns is not None:
             scheme = scheme.of_columns(columns)
         if scheme is not None and self.place.scale is not None:

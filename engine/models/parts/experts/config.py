@@ -122,7 +122,8 @@ class Experts(Part):
         corrections: of the weights by which experts are chosen."""
         if self.has_corrections:
             name = f"{self.router}.e_score_correction_bias"
-            return {"corrections": VectorSpec(name, (Axis(self.num_experts),))}
+            axes, gguf = (Axis(self.num_experts),), "exp_probs_b.bias"
+            return {"corrections": VectorSpec(name, axes, gguf=gguf)}
         if not self.is_beside_mlp:
             return {}
 

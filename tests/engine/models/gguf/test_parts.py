@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import MODEL_ARCH_NAMES
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
@@ -21,11 +22,16 @@ from penstock.engine.models.gguf.weights import GgufWeights, loaded_bytes
 from penstock.engine.models.layers.grouped import GroupedLinear
 from penstock.engine.models.layers.linear import PlainLinear
 from penstock.engine.native.packing import FORMATS
-from tests.support.gguf_files import WRITTEN, quantized, write_gguf
+from tests.support.gguf_files import ARCHITECTURES, WRITTEN, quantized, write_gguf
 from tests.support.tiny_models import Harness, make_model
 
 PROMPT = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(1))
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 97}
+# Sizes of whole blocks.
+LATENTS = {
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 64),
+    **{"moe_intermediate_size": 64, "hidden_size": 256, "rope_interleave": True},
+}
 # Columns of which a rank has one and a half blocks of 256.
 PARTS: dict[str, tuple[str, Type, dict[str, Any]]] = {
     "permuted": ("llama_biases", Type.Q6_K, {**WIDE, "intermediate_size": 768}),
@@ -34,6 +40,9 @@ PARTS: dict[str, tuple[str, Type, dict[str, Any]]] = {
     "half groups": ("qwen3", Type.Q8_0, {"intermediate_size": 112, "head_dim": 24}),
     "experts": ("qwen3_moe", Type.MXFP4, {"moe_intermediate_size": 64}),
     "experts in blocks": ("qwen2_moe", Type.Q4_K, {**WIDE, "moe_intermediate_size": 768}),
+    "latents": ("deepseek_v3", Type.Q8_0, LATENTS),
+    "latents in blocks": ("deepseek_v2", Type.Q4_K, {**LATENTS, "kv_lora_rank": 256}),
+    "no latents of queries": ("youtu_direct", Type.Q4_0, LATENTS),
     "delta nets": ("qwen3_5", Type.Q4_0, {}),
     "delta nets in blocks": (
         "qwen3_5_moe",
@@ -103,7 +112,7 @@ def test_its_memory_is_known_before_it_is_read(tmp_path: Path, name: str) -> Non
     assert foretold == model.step_weight_bytes + experts + is_copy * model.embedding.nbytes
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "qwen3_5_moe", "gpt_oss", "glm4_moe"])
 @pytest.mark.parametrize("native", [True, False])
 def test_experts_in_codes_are_computed_as_their_numbers(
     tmp_path: Path, family: str, native: bool
@@ -111,7 +120,7 @@ def test_experts_in_codes_are_computed_as_their_numbers(
     """Those of gate and up, and of down, in types of their own; in float32 nothing is rounded."""
     sizes = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
     options = {"hidden_size": 256, **dict.fromkeys(sizes, 256), **WRITTEN[family]}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "glm4_moe"):
         options.pop("shared_expert_intermediate_size")
     if family == "gpt_oss":
         options = {
@@ -155,8 +164,10 @@ def test_a_scale_multiplies_its_matrix_or_an_expert(tmp_path: Path) -> None:
         torch.testing.assert_close(linear.weight(), expected, atol=0, rtol=1e-6)
 
 
-def test_layers_that_draft_are_no_layers_of_the_model(tmp_path: Path) -> None:
-    model = make_model("qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "glm4_moe_lite"])
+def test_layers_that_draft_are_no_layers_of_the_model(tmp_path: Path, family: str) -> None:
+    model = make_model(family)
+    name = MODEL_ARCH_NAMES[ARCHITECTURES[model.config.model_type]]
     plain = write_gguf(tmp_path / "plain.gguf", model)
     num_layers = model.config.num_hidden_layers
     drafts: dict[str, NDArray[Any]] = {
@@ -165,7 +176,7 @@ def test_layers_that_draft_are_no_layers_of_the_model(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "model.gguf",
         model,
-        metadata={"qwen35.block_count": num_layers + 1, "qwen35.nextn_predict_layers": 1},
+        metadata={f"{name}.block_count": num_layers + 1, f"{name}.nextn_predict_layers": 1},
         arrange=lambda own: own | drafts,
     )
     assert check_gguf(path) == check_gguf(plain)

@@ -28,6 +28,7 @@ from penstock.engine.native.packing import FORMATS
 from tests.support.compiler import needs_compiler
 from tests.support.gguf_blocks import dequantized_blocks, quantized_blocks
 from tests.support.gguf_files import (
+    ARCHITECTURES,
     WRITTEN,
     Arrange,
     TypeOf,
@@ -115,6 +116,71 @@ def test_tensors_that_are_stacked_or_apart_are_the_same_model(
     assert torch.equal(logits(other), logits(usual))
 
 
+# How files were written before llama.cpp attended to latents.
+OLDER = {
+    "key_length": 20,
+    "value_length": 20,
+    **dict.fromkeys(("key_length_mla", "value_length_mla"), None),
+    "head_count_kv": 4,
+}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2_lite"])
+@pytest.mark.parametrize("has_both", [False, True])
+def test_older_files_have_keys_and_values_of_latents_in_one_matrix(
+    tmp_path: Path, family: str, has_both: bool
+) -> None:
+    """Some have them in two beside it."""
+    model = make_model(family, **WRITTEN[family])
+
+    def older(tensors: dict[str, Any]) -> dict[str, Any]:
+        matrices = model.state_dict().items()
+        joined = {
+            f"blk.{name.split('.')[2]}.attn_kv_b.weight": values.numpy()
+            for name, values in matrices
+            if name.endswith("kv_b_proj.weight")
+        }
+        assert len(joined) == model.config.num_hidden_layers
+        others = {
+            name: values
+            for name, values in tensors.items()
+            if has_both or not name.endswith(("attn_k_b.weight", "attn_v_b.weight"))
+        }
+        return joined | others
+
+    metadata = {f"deepseek2.attention.{key}": value for key, value in OLDER.items()}
+    usual = write_gguf(tmp_path / "usual.gguf", model)
+    path = write_gguf(tmp_path / "older.gguf", model, metadata=metadata, arrange=older)
+    assert check_gguf(path) == check_gguf(usual)
+    assert torch.equal(logits(path), logits(usual))
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "biases": ("youtu_biases", {}, r"has the tensor 'blk\.0\.attn_q_a\.bias', which changes"),
+    "scores": ("deepseek_v3", {"expert_gating_func": 4}, "'scoring_func' must be .*'4'"),
+    "scores of GLM": ("glm4_moe", {"expert_gating_func": 1}, "'scoring_func' must be 'sigmoid'"),
+    "normed softmax": ("deepseek_v2", {"expert_weights_norm": True}, "'norm_topk_prob' must be"),
+    "scaled queries": ("deepseek_v3", {"attention.temperature_scale": 0.1}, "llama_4_scaling_beta"),
+    "no corrections": ("deepseek_v2", {"expert_gating_func": 2}, r"lacks .*exp_probs_b\.bias"),
+    "sizes": ("deepseek_v3", {"attention.key_length_mla": 8}, "'qk_nope_head_dim' must be a pos"),
+    "no rank": ("deepseek_v3", {"attention.kv_lora_rank": None}, "'kv_lora_rank'"),
+    "layers": ("deepseek_v3", {"leading_dense_block_count": 0}, r"lacks .*blk\.0\."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_computed_of_latents_and_their_experts_is_refused_by_name(
+    tmp_path: Path, case: str
+) -> None:
+    family, changes, expected = REFUSED[case]
+    model = make_model(family)
+    name = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[model.config.model_type]]
+    metadata = {f"{name}.{key}": value for key, value in changes.items()}
+    path = write_gguf(tmp_path / "model.gguf", model, metadata=metadata)
+    with pytest.raises(InvalidModel, match=expected):
+        check_gguf(path)
+
+
 def test_keys_that_another_layer_has_may_be_in_the_file(tmp_path: Path) -> None:
     """As in files of Gemma 4 E2B and E4B, whose last layers read those of layers before."""
     model = make_model("gemma4_small_wrapped")
@@ -154,7 +220,9 @@ def one_stage(path: Path) -> Stage:
 @pytest.mark.parametrize(
     "native", [False, pytest.param(True, marks=(needs_compiler, pytest.mark.slow))]
 )
-@pytest.mark.parametrize("family", ["phi4", "granite", "olmo2", "gemma3", "gemma4_moe"])
+@pytest.mark.parametrize(
+    "family", ["phi4", "granite", "olmo2", "gemma3", "gemma4_moe", "deepseek_v3", "glm4_moe"]
+)
 def test_codes_have_the_logits_of_their_numbers(tmp_path: Path, family: str, native: bool) -> None:
     model = make_model(family, **WRITTEN[family])
     path = write_gguf(tmp_path / "model.gguf", model, quantized(Type.Q8_0))
