@@ -63,10 +63,28 @@ _CASED = (
 )
 _TEKKEN = _CASED % ("", "", r"\p{N}")
 _GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", _THREE_DIGITS)
+# Chinese characters are words of their own.
+_KIMI = r"\p{Han}+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"\n/]", r"\n]")
+_CHINESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"  # and Japanese letters
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
+    rf"\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|{_CHINESE}",
+    _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", r"\p{N}"),
+)
+# Its letters are those with a case in the Unicode of its day, but for some.
+_DEEPSEEK = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua78f-\uab6f"
+    "\U00010570-\U000105bc\U00010d50-\U00010d85\U00016e40-\U0001df2a]]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}",
+)
 # Digits first, then letters of Chinese and Japanese, then the rest.
 _DEEPSEEK3 = (
     _THREE_DIGITS,
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    _CHINESE,
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
@@ -99,14 +117,18 @@ _TEKKEN_BPE = Words(split(_TEKKEN), ignores_merges=True, adds_bos=True)
 # Source: llama.cpp's names for the tokenizers of models; the rules are those models' own.
 WORDS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_BPE),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4"), Words(split(_LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(split(_LLAMA3))),
+    "glm4": Words(split(_LLAMA3), ignores_merges=True),
     # The second is Mistral's newer name, for which llama.cpp has the words of Llama 3.
     **dict.fromkeys(("tekken", "pixtral"), _TEKKEN_BPE),
     "qwen2": Words(split(_QWEN2), normalizer=normalizers.NFC()),
     "deepseek-r1-qwen": Words(split(_QWEN2)),
     "qwen35": Words(split(_QWEN35), normalizer=normalizers.NFC()),
     "gpt-4o": Words(split(_GPT4O)),
-    "deepseek-v3": Words(split(*_DEEPSEEK3)),
+    "deepseek-llm": Words(split(*_DEEPSEEK)),  # V2 too
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), Words(split(*_DEEPSEEK3))),
+    "kimi-k2": Words(split(_KIMI), ignores_merges=True),
+    "youtu": Words(split(*_YOUTU), ignores_merges=True),
     "seed-coder": Words(split(_SEED)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), Words(_DIGITS)),
     **dict.fromkeys(("gpt-2", "exaone4"), Words(_GPT2)),
@@ -180,6 +202,8 @@ def _checked_rules(tokens: Tokens) -> Words | None:
             "safetensors, or convert it again with a newer llama.cpp",
             brief=f"the tokenizer's words, {name!r:.40}, are not supported",
         )
+    if not tokens.values("merges", str):
+        raise tokens.wrong("merges", "pairs of tokens")
     return WORDS[name]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiktoken
 from gguf import GGUFWriter, TokenType
 from tokenizers import (
     Regex,
@@ -17,7 +18,7 @@ from tokenizers import (
     trainers,
 )
 from transformers import GemmaTokenizer, Qwen2Tokenizer
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 from transformers.tokenization_utils_base import generate_merges
 
@@ -164,6 +165,51 @@ def test_words_of_deepseek_are_split_by_three_rules() -> None:
     assert words == ["x", "=", "123", "45", "\u0120", chinese, "ab", "\u0120'", "tis"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        # A space belongs to a letter with a case, to signs, and to no number; not all letters have.
+        ("deepseek-llm", "x=12 Ab \u03b1\n\n 3;?", "x|=|1|2| Ab| \u03b1|\n|\n| |3|;?"),
+        ("deepseek-llm", "a\u4e2d\uac00\uff0c \u0567b  ", "a|\u4e2d\uac00|\uff0c| \u0567|b|  "),
+        ("joyai-llm", "x=12345", "x|=|123|45"),
+        (
+            "kimi-k2",
+            "IT's 1234\u4e2dab \u3042\u4e2d/\n",
+            "IT's| |123|4|\u4e2d|ab| \u3042|\u4e2d|/\n",
+        ),
+        ("youtu", "IT's 12\uac00b\u3001\u4e2da //\n", "IT's| |1|2|\uac00|b|\u3001|\u4e2d|a| //\n"),
+    ],
+)
+def test_words_of_latent_models_are_split_by_their_rules(
+    name: str, text: str, expected: str
+) -> None:
+    """Source: llama.cpp's rules, and Kimi's own in its checkpoints."""
+    words = WORDS[name].rules.pre_tokenize_str(text)
+    assert "|".join(text[slice(*place)] for _, place in words) == expected
+
+
+def test_kimis_ids_are_tiktokens(tmp_path: Path) -> None:
+    """Its checkpoint has no other tokenizer than the ranks of tokens and a rule."""
+    trained = json.loads(byte_level_bpe(WORDS["kimi-k2"].rules, True).to_str())
+    pattern = trained["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    letters: Any = bytes_to_unicode
+    as_bytes = {letter: byte for byte, letter in letters().items()}
+    special = {each["content"]: each["id"] for each in trained["added_tokens"]}
+    ranks = {
+        bytes(as_bytes[letter] for letter in text): rank
+        for text, rank in trained["model"]["vocab"].items()
+        if text not in special
+    }
+    theirs = tiktoken.Encoding(
+        "kimi", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
+    directory = save(tmp_path, Tokenizer.from_str(json.dumps(trained)))
+    converted = reread(tmp_path / "m.gguf", directory, pre="kimi-k2")
+    for text in TEXTS:
+        expected = theirs.encode(text, allowed_special="all")
+        assert converted.encode(text, add_special_tokens=False).ids == expected, text
+
+
 # Of spaces and of line ends, which are tokens of Gemma.
 RUNS = [sign * length for sign in "\u2581\n" for length in range(2, 9)]
 
@@ -275,12 +321,13 @@ def read_both(path: Path) -> None:
     [
         ({"model": "t5"}, "a tokenizer of the kind 't5', which is not supported; supported are"),
         ({"model": None}, "a tokenizer of the kind None"),
-        ({"pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2', a way to split text into words that"),
+        ({"pre": "bloom"}, "tokenizer.ggml.pre 'bloom', a way to split text into words that"),
         ({"pre": None}, "tokenizer.ggml.pre None"),
         ({"tokens": None}, "tokenizer.ggml.token_type must be a list of 0 numbers"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of the type str"),
         ({"tokens": "all"}, "tokenizer.ggml.tokens must be of the type list"),
         ({"token_type": [1]}, "tokenizer.ggml.token_type must be a list of 2048 numbers"),
+        ({"merges": None, "pre": "kimi-k2"}, "tokenizer.ggml.merges must be pairs of tokens"),
         ({"merges": ["ab"]}, "tokenizer.ggml.merges must be pairs of tokens"),
         ({"eos_token_id": "2"}, "tokenizer.ggml.eos_token_id must be of the type int"),
     ],

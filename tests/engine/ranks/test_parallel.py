@@ -14,7 +14,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.types import RequestId, RequestOutput
 from tests.support.compiler import needs_compiler
 from tests.support.executors import cpu_executor
-from tests.support.gguf_files import quantized, write_gguf
+from tests.support.gguf_files import WRITTEN, quantized, write_gguf
 from tests.support.parallel_answers import (
     TOLERANCE,
     assert_ranks_answer_alike,
@@ -91,18 +91,26 @@ def test_stages_of_a_gguf_file_answer_as_one(tmp_path: Path) -> None:
     assert_ranks_answer_alike(parallel_config(path), 1, 2, num_tokens=20)
 
 
+_LATENTS = {
+    **WRITTEN["deepseek_v3"],
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 64),
+    "moe_intermediate_size": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "options"),
     [
         ("llama_biases", GGMLQuantizationType.Q4_K, {"hidden_size": 256, "intermediate_size": 768}),
         ("qwen3_5_moe", GGMLQuantizationType.Q4_0, {"moe_intermediate_size": 64}),
+        ("deepseek_v3", GGMLQuantizationType.Q8_0, _LATENTS),
     ],
 )
 def test_ranks_of_a_gguf_file_answer_as_one(
     family: str, kind: GGMLQuantizationType, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The first have one and a half blocks of 256 columns each; of the second, heads that the file
-    has in another order."""
+    has in another order; of the third, heads whose keys and values of latents are apart."""
     model = make_model(family, max_position_embeddings=512, vocab_size=97, **options)
     path = write_gguf(tmp_path / "model.gguf", model, quantized(kind))
     config = parallel_config(path)
