@@ -130,7 +130,7 @@ def read_adapter(
                     changes[projection.stack].append(Change(own[name], down, up, scale))
         if is_own:
             layers.append({stack: tuple(each) for stack, each in changes.items()})
-    tensors.check_all_taken()
+    tensors.check_all_taken(whole)
     if not highest:
         raise AdapterRefused(
             f"{directory / CONFIG}: target_modules names no layer of this model; load the adapter "
@@ -199,12 +199,22 @@ class _Tensors:
             )
         return tensor
 
-    def check_all_taken(self) -> None:
-        if self._left:
+    def check_all_taken(self, model: ModelConfig) -> None:
+        if not self._left:
+            return
+        name = min(self._left)
+        linears = (linear for layer in model.layers for linear in layer.tensors.linears)
+        fixed = {each for linear in linears if linear.adapters is None for each in linear.names}
+        match = _TENSOR.fullmatch(name.removeprefix(_BASE))
+        if match is not None and match["projection"] in fixed:
             raise AdapterRefused(
-                f"{self._path} has the tensor {min(self._left)!r}, which is of no layer of this "
-                f"model that {CONFIG} names; load the adapter with its own base model"
+                f"{self._path} has the tensor {name!r}, a change of {match['projection']}, which "
+                "is not supported; merge the adapter into its base model, or train one without"
             )
+        raise AdapterRefused(
+            f"{self._path} has the tensor {name!r}, which is of no layer of this model that "
+            f"{CONFIG} names; load the adapter with its own base model"
+        )
 
 
 def _missing(directory: Path, name: str) -> AdapterRefused:

@@ -177,15 +177,17 @@ def test_logprobs_are_those_of_merged_weights(settings: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama_biases", "phi4", "gemma3", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama_biases", "phi4", "gemma3", "olmo2", "qwen3_moe", "youtu"]
+)
 def test_an_adapter_changes_other_families_too(family: str, tmp_path: Path) -> None:
     """Of biases, of stacked names, of norms elsewhere, of another activation; of the attention
-    beside experts."""
+    beside experts; of attention to latents."""
     model = make_model(family, **({} if family == "gemma3" else {"num_hidden_layers": 1}))
     path = save(model, tmp_path / "base")
     targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj")
     if family != "qwen3_moe":
-        targets = (*ALL, "qkv_proj", "gate_up_proj")
+        targets = (*ALL, "qkv_proj", "gate_up_proj", "q_a_proj", "kv_a_proj_with_mqa")
     adapter = save_adapter(model, tmp_path / "adapter", targets=targets)
     engine = Engine(path)
     (outputs,) = engine.run([request(engine.load(adapter))])

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from penstock.engine.config import ModelImpl, Quantization
+from penstock.engine.errors import AdapterRefused
 from penstock.engine.memory import huge_pages
 from penstock.engine.memory.host import Arena
 from penstock.engine.memory.pool.kv_codes import LIMITS, Codes, decode, encode, gather, store
@@ -201,10 +202,15 @@ def test_rounded_at_load_the_compiled_step_computes_what_torch_does_of_the_same_
 
 
 @on_both_paths
-def test_adapters_change_what_reads_the_states_and_the_output(native: bool, tmp_path: Path) -> None:
-    model = make_model("youtu")
+@pytest.mark.parametrize("family", ["youtu", "youtu_direct", "deepseek_v3"])
+def test_adapters_change_what_reads_the_states_and_the_output(
+    family: str, native: bool, tmp_path: Path
+) -> None:
+    """Beside experts, which none may change."""
+    model = make_model(family)
     path = save(model, tmp_path / "base")
-    targets = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj")
+    of_mlp = () if family == "deepseek_v3" else ("up_proj",)
+    targets = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "o_proj", *of_mlp)
     adapter = save_adapter(model, tmp_path / "adapter", targets=targets)
     made = harness(path, native=native)
     read = read_adapter(adapter, ModelConfig.from_dir(path), torch.float32, CPU, max_rank=8)
@@ -213,6 +219,19 @@ def test_adapters_change_what_reads_the_states_and_the_output(native: bool, tmp_
     torch.testing.assert_close(plain, logits_of(model), atol=TOLERANCE, rtol=0)
     expected = logits_of(merged(model, adapter))
     torch.testing.assert_close(changed, expected, atol=TOLERANCE, rtol=0)
+    assert (expected - logits_of(model)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("target", ["q_b_proj", "kv_b_proj"])
+def test_adapters_that_change_products_of_latents_are_refused_by_name(
+    target: str, tmp_path: Path
+) -> None:
+    model = make_model("youtu")
+    config = ModelConfig.from_dir(save(model, tmp_path / "base"))
+    adapter = save_adapter(model, tmp_path / "adapter", targets=("o_proj", target))
+    expected = rf"layers\.0\..*, a change of self_attn\.{target}, which is not supported; merge"
+    with pytest.raises(AdapterRefused, match=expected):
+        read_adapter(adapter, config, torch.float32, CPU, max_rank=8)
 
 
 @on_both_paths
