@@ -280,6 +280,18 @@ def test_a_trained_length_beside_the_scaling_counts_more_than_one_in_it(tmp_path
     assert_equal_logits(model, path)
 
 
+def test_the_share_of_pairs_may_stand_beside_the_older_name_of_their_kind(tmp_path: Path) -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = make_model("llama2", rope_parameters=rope)
+    path = save(model, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config["rope_scaling"] = {"type": "proportional"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert_equal_logits(model, path)
+
+
 def test_gemma_3_with_capped_logits_has_those_of_transformers(tmp_path: Path) -> None:
     model = make_model("gemma3", final_logit_softcapping=2.0)
     assert_equal_logits(model, save(model, tmp_path))

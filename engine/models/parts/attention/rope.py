@@ -134,7 +134,7 @@ class RopeSettings:
         """Returns which share of a head's dimensions is rotated: the first. `proportional` has the
         key for another share, that of pairs among all."""
         scaling = self._section(self._content)
-        if scaling.text("rope_type") == "proportional":
+        if self._kind(scaling) == "proportional":
             return 1.0
         return scaling.number(
             "partial_rotary_factor", self._fields.number("partial_rotary_factor", default)
@@ -177,15 +177,18 @@ class RopeSettings:
     def _section(self, content: dict[str, Any], kind: str = "") -> Fields:
         return Fields(f"{self._fields.path}: {self._key}{kind and '.'}{kind}", content)
 
+    def _kind(self, scaling: Fields) -> str:
+        older = scaling.text("type")  # transformers writes both
+        given = scaling.text("rope_type") or older or "default"
+        return self._kinds.get(given, given)
+
     def _read(self, scaling: Fields, theta: float, rotary_dim: int) -> RopeConfig:
         theta = scaling.number("rope_theta", theta)
         if theta <= 1:  # the frequencies would not fall
             raise InvalidModel(
                 f"{self._fields.path}: 'rope_theta' must be more than 1, not {theta:g}"
             )
-        older = scaling.text("type")  # transformers writes both
-        given = scaling.text("rope_type") or older or "default"
-        kind = self._kinds.get(given, given)
+        kind = self._kind(scaling)
         if kind not in _KINDS:
             raise InvalidModel(
                 f"{self._fields.path} has {shown(kind)} rope scaling; supported are "
@@ -318,7 +321,8 @@ def _longrope(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) ->
 
 
 def _proportional(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
-    share = scaling.number("partial_rotary_factor", 1.0)
+    beside = fields.number("partial_rotary_factor", 1.0)
+    share = scaling.number("partial_rotary_factor", beside)
     if share > 1:
         raise scaling.wrong("partial_rotary_factor", "at most 1", share)
     factor = scaling.number("factor", 1.0)
