@@ -102,6 +102,25 @@ def _qwen3_5(settings: Settings) -> Settings:
     return _one_rope(settings) | {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
+def _latent(settings: Settings) -> Settings:
+    """Neighbours are rotated together, without biases, and one factor is of angles and scores."""
+    given, found = settings["rope_parameters"], _one_rope(settings) | {"attention_bias": False}
+    if "mscale_all_dim" in given:
+        factor = given["mscale_all_dim"]
+        found["rope_parameters"] |= {"mscale": factor, "mscale_all_dim": factor}
+    return found | ({"rope_interleave": True} if "rope_interleave" in settings else {})
+
+
+def _deepseek_v2(settings: Settings) -> Settings:
+    return _latent(settings) | {"topk_method": "group_limited_greedy"}
+
+
+def _glm4_moe_lite(settings: Settings) -> Settings:
+    """Experts are in the last layers, and in one at least."""
+    kinds = sorted(settings["mlp_layer_types"][:-1])
+    return _latent(settings) | {"mlp_layer_types": [*kinds, "sparse"]}
+
+
 # By the families of `tests.support.odd_models`.
 GGUF_FAMILIES: dict[str, Callable[[Settings], Settings]] = {
     "llama2": _one_rope,
@@ -127,6 +146,11 @@ GGUF_FAMILIES: dict[str, Callable[[Settings], Settings]] = {
     "gemma4_moe": _gemma4,
     "gemma4_small_wrapped": _gemma4,
     "gemma4_unified_wrapped": _gemma4,
+    "glm4_moe": dict,
+    "youtu": _latent,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _latent,
+    "glm4_moe_lite": _glm4_moe_lite,
     "qwen3_5": _qwen3_5,
     "qwen3_5_wrapped": _qwen3_5,
     "qwen3_5_moe": _qwen3_5,
