@@ -54,6 +54,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 _MODEL = "model."
 _PREFIXES = ("", "model.language_model.", "language_model.model.")
 _OTHERS = ("language_model.",)
+# Older files have a vision tower in a module of its own.
+_TOWER, _OLD_TOWER = "vision_tower.", "vision_tower.vision_model."
 
 
 def stored_name(name: str, names: Container[str]) -> str:
@@ -63,6 +65,8 @@ def stored_name(name: str, names: Container[str]) -> str:
         return name
     rest = name.removeprefix(_MODEL)
     prefixes = _OTHERS if rest == name else _PREFIXES
+    if rest.startswith(_TOWER) and (old := rest.replace(_TOWER, _OLD_TOWER)) in names:
+        return old
     return next((prefix + rest for prefix in prefixes if prefix + rest in names), name)
 
 

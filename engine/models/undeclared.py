@@ -7,7 +7,7 @@ layers. The model would be served, and every answer would be wrong.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from penstock.engine.files.safetensors import text_model_name
@@ -32,16 +32,27 @@ _WITHOUT_EFFECT = {
 _DRAFTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\..*")
 _OUTPUT = "lm_head.weight"
 _TIED = "an output layer, which config.json ties to the embedding"
-_ENCODERS = "encoders of images or sound, since text alone is served"
+_ENCODERS = "encoders of images or sound that are not served"
+# The tensors of an encoder that is read, but for a head that is for images alone.
+_OF_ENCODER = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\..*")
+_OF_IMAGES_ALONE = re.compile(r".*vision_tower\.(vision_model\.)?head\..*")
 _ZERO_BIASES = "biases that are zero"
 _MOST_NAMES = 3  # in a message
 
 
-def check_tensors(model_dir: Path, config: ModelConfig, *, has_head: bool = False) -> None:
+def check_tensors(
+    model_dir: Path,
+    config: ModelConfig,
+    *,
+    has_head: bool = False,
+    of_encoder: Collection[str] = (),
+) -> None:
     """Logs the tensors without effect. config: of the whole model. has_head: whether those of
-    layers that draft are read. Raises InvalidModel where there are others."""
+    layers that draft are read. of_encoder: those that an encoder reads. Raises InvalidModel where
+    there are others."""
     files = TensorFiles(model_dir)
-    others = set(files.names) - {files.place_of(name) for name in _declared(config)}
+    declared = {files.place_of(name) for name in (*_declared(config), *of_encoder)}
+    others = set(files.names) - declared
     if has_head:
         others = {name for name in others if not _WITHOUT_EFFECT[_DRAFTS].fullmatch(name)}
     without_effect: dict[str, list[str]] = defaultdict(list)
@@ -51,6 +62,8 @@ def check_tensors(model_dir: Path, config: ModelConfig, *, has_head: bool = Fals
     for stored in sorted(others - _codes(config, others)):
         is_drafting = index_and_name(_full(stored))[0] in drafting
         why = _DRAFTS if is_drafting else _without_effect(stored, config, files)
+        if of_encoder and _OF_ENCODER.fullmatch(stored) and not _OF_IMAGES_ALONE.fullmatch(stored):
+            why = None
         (unknown if why is None else without_effect[why]).append(stored)
     for why, names in without_effect.items():
         logger.info("%d tensors have no effect: %s (%s)", len(names), why, _shown(names))

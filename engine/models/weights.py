@@ -62,6 +62,8 @@ class Checkpoint:
 
     def read(self, shape: tuple[int, ...], *names: str, dtype: torch.dtype | None = None) -> Tensor:
         parts = [self._tensor(name) for name in names]  # mapped; `copy_` is what reads them
+        are_bounds = not any(part.dim() for part in parts)  # scalars, which may be infinite
+        parts = [part.view(1) for part in parts] if are_bounds else parts
         num_rows = sum(part.shape[0] if part.dim() else 0 for part in parts)
         # Before memory is allocated: config.json may imply any amount of it.
         if num_rows != shape[0] or any(part.shape[1:] != shape[1:] for part in parts):
@@ -70,7 +72,8 @@ class Checkpoint:
         fused = fused if dtype is None else fused.to(dtype)
         start = 0
         for name, part in zip(names, parts, strict=True):
-            self._check_finite(name, part)
+            if not are_bounds:
+                self._check_finite(name, part)
             stored = fused[start : start + len(part)].copy_(part)
             if stored.dtype is torch.float16 and part.dtype is not torch.float16:
                 self._check_overflow(name, part, stored)
