@@ -194,7 +194,8 @@ class EngineConfig:
     quarter of the free memory on CPU and what gpu_memory_utilization leaves on CUDA, num_threads
     all cores; and weights as they are stored for quantization. quantization_report: compare the
     quantized model with the unquantized one, and log the figures. language_model_only: it is known
-    that of a model of text and images only the text model is served. gpu_memory_utilization: the
+    that of a model of text and images only the text model is served. takes_images: its encoder of
+    images is loaded, where there is one. gpu_memory_utilization: the
     share of a GPU's memory that may be used, by other processes too. enforce_eager: no CUDA graphs;
     the kernels of a step are launched one by one. gpu_way: the fastest that may be used; the server
     names a slower one where that has failed. log_level, log_format: of the engine process.
@@ -224,6 +225,7 @@ class EngineConfig:
     quantization: Quantization | None = None
     quantization_report: bool = False
     language_model_only: bool = False
+    takes_images: bool = False
     model_impl: ModelImpl = ModelImpl.AUTO
     attention_backend: AttentionBackend = AttentionBackend.AUTO
     max_model_len: int | None = None
