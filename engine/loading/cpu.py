@@ -64,6 +64,7 @@ class CpuLoading(DecoderLoading):
 
     place: Membership
     default_block_size = 16
+    may_have_encoder = True
     bytes_beside = 0
     """What is not of this model, and takes memory that its pool cannot have."""
 
@@ -137,6 +138,7 @@ class CpuLoading(DecoderLoading):
             steps_in_flight=steps_in_flight,
             native=native,
             place=self.place,
+            encoder=self.encoder,
             ledger=Ledger(
                 total=self.device.total_bytes,
                 others=self._others,

@@ -24,7 +24,7 @@ from penstock.scheduler.errors import InvalidConfig
 logger = logging.getLogger(__name__)
 
 _NOT_OF_DRAFTS: dict[str, Any] = {
-    "quantization_report": False,
+    **dict.fromkeys(("quantization_report", "takes_images"), False),
     "max_model_len": None,
     **dict.fromkeys(("speculative", "lora", "kv_memory", "kv_offload_dir", "kv_offload_bytes")),
     "kv_offload_disk_bytes": None,

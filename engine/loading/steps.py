@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from penstock.engine.config import EngineConfig, LoadFormat
+from penstock.engine.encoders.vision.tower import Tower
 from penstock.engine.executors.cuda.device import Device
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.loading.description import describe, dtype_name
 from penstock.engine.loading.devices import check_dtype, check_quantization, log_text_only
+from penstock.engine.loading.encoder import EncoderLoading
 from penstock.engine.loading.weights import log_widening, weight_bytes, weight_source
 from penstock.engine.memory.dtypes import kv_dtype
 from penstock.engine.memory.pool.kv_memory import identity_of
@@ -117,6 +119,9 @@ class DecoderLoading(Loading):
     default_block_size: int
     has_head = False
     """Whether the checkpoint's layers that draft are read."""
+    may_have_encoder = False
+    """Whether what computes the model takes images."""
+    encoder: Tower | None = None
 
     def __init__(self, config: EngineConfig, directory: Path, *others: Any) -> None:
         check_quantization(config, directory)
@@ -138,10 +143,17 @@ class DecoderLoading(Loading):
         config, model = self.config, self.model
         self.dtype, self.kept = dtype, kept
         self.kv_type = kv_dtype(config.kv_cache_dtype, dtype)
+        self._encoder = None
+        if self.may_have_encoder and self.place.layout.size == 1:
+            self._encoder = EncoderLoading.of(
+                config, self.directory, self.whole, dtype, self.device.device
+            )
         has_safetensors = not (config.load_format is LoadFormat.DUMMY or is_gguf(self.directory))
         if has_safetensors and self.place.rank == 0:
-            check_tensors(self.directory, self.whole, has_head=self.has_head)
-        log_text_only(config, model)
+            names = () if self._encoder is None else self._encoder.names
+            check_tensors(self.directory, self.whole, has_head=self.has_head, of_encoder=names)
+        if self._encoder is None:
+            log_text_only(config, model)
         log_widening(model, dtype, kept)
         self.rounding = quantization_plan(config.quantization, model, dtype, plan_kept, self.stage)
         self.num_weight_bytes = weight_bytes(
@@ -154,6 +166,8 @@ class DecoderLoading(Loading):
             stage=self.stage,
             shard=self.shard,
         )
+        if self._encoder is not None:
+            self.num_weight_bytes += self._encoder.info.weight_bytes
 
     def plan_pool(self) -> None:
         """How the layers share pools, and what a block takes: here, and in the stage where it takes
@@ -246,6 +260,8 @@ class DecoderLoading(Loading):
             dtype=self.dtype,
             **how,
         )
+        if self._encoder is not None:
+            self.encoder = self._encoder.load(self.config.load_format, num_threads, self.phases)
 
     def grammars(self) -> GrammarTable:
         ids = self.whole.vocab_size, self.model.eos_token_ids
@@ -282,5 +298,6 @@ class DecoderLoading(Loading):
             weight_bytes=self.llama.step_weight_bytes,
             load_seconds=self.phases.seconds,
             quantization=self.quantization,
+            encoder=None if self._encoder is None else self._encoder.info,
             **measured,
         )

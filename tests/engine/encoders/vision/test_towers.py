@@ -15,7 +15,9 @@ from penstock.engine.encoders.blocks import Cut
 from penstock.engine.encoders.encoder import InsertRows
 from penstock.engine.encoders.vision.tower import Tower
 from penstock.engine.errors import InvalidModel
+from penstock.engine.executors.cuda.device import Processor
 from penstock.engine.loading.encoder import EncoderLoading
+from penstock.engine.loading.load import load as load_model
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.undeclared import check_tensors
 from penstock.engine.process.phases import Phases
@@ -248,3 +250,28 @@ def test_the_settings_of_images_may_be_in_the_processors_file(tmp_path: Path) ->
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
     expected = encode("qwen3_5", model, random_image(40, 32))
     assert_close(rows_of(load(tmp_path), expected.insert), expected)
+
+
+def test_no_tower_is_loaded_unless_images_are_taken(tmp_path: Path) -> None:
+    save_model("gemma3", random_model("gemma3"), tmp_path)
+    others = tmp_path, ModelConfig.from_dir(tmp_path), torch.float32, _CPU
+    assert EncoderLoading.of(engine_config(tmp_path), *others) is None
+    assert EncoderLoading.of(engine_config(tmp_path, takes_images=True), *others) is not None
+
+
+def test_a_start_loads_the_tower_beside_the_model(tmp_path: Path) -> None:
+    model = random_model("gemma3")
+    save_model("gemma3", model, tmp_path)
+    config = engine_config(tmp_path, takes_images=True)
+    found, without = (
+        load_model(each, tmp_path, None, Processor(), Phases())
+        for each in (config, replace(config, takes_images=False))
+    )
+    assert isinstance(found.encoder, Tower)
+    assert found.info.encoder == found.encoder.info
+    assert (without.encoder, without.info.encoder) == (None, None)
+    of_tower = found.encoder.info.weight_bytes
+    assert found.ledger.weights - without.ledger.weights == of_tower
+    assert found.info.weight_bytes == without.info.weight_bytes
+    expected = encode("gemma3", model, random_image(64, 48))
+    assert_close(rows_of(found.encoder, expected.insert), expected)
