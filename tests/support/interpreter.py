@@ -18,7 +18,8 @@ def hasten_interpreter() -> None:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     names = ("_patch_lang", "_LangPatchScope", "_patch_builtin", "_get_np_dtype")
     if interpreter is not None and all(hasattr(interpreter, name) for name in names):
-        hasten_operators(interpreter)
+        if hasattr(interpreter.interpreter_semantic, "make_tensor"):  # since 3.7
+            hasten_operators(interpreter)
         _patch_once(interpreter)
         _unwrap_quickly(interpreter.tl.core)
         _remember_numpy_types(interpreter)
@@ -131,7 +132,7 @@ def _broadcast_quickly(semantic: Any, core: Any) -> None:
         if operand.type.known_sizes == sizes:
             return operand
         handle = self.builder.create_broadcast(operand.handle, sizes)
-        return self.make_tensor(handle, core.block_type(operand.type.scalar, list(sizes)))
+        return core.tensor(handle, core.block_type(operand.type.scalar, list(sizes)))
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         left = lhs.type.__dict__.get("known_sizes", ())
