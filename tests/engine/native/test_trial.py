@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.engine.models.errors import WrongProducts
+from penstock.engine.native import compiler
 from penstock.engine.native.library import load_library
 from tests.engine.conftest import EMULATION
 from tests.support.compiler import needs_compiler
@@ -29,8 +30,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A machine on which nothing was tried or compiled yet."""
+    """A machine on which nothing was tried yet. What others have compiled is linked again, so that
+    it is another library, which does not know what they have found."""
+    compiled = compiler.cache_directory()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler.cache_directory().mkdir(parents=True)
+    for each in compiled.glob("*.o"):
+        (compiler.cache_directory() / each.name).symlink_to(each)
     load_library.cache_clear()
     yield monkeypatch
     load_library.cache_clear()
