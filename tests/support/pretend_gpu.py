@@ -283,7 +283,8 @@ class PretendGpu:
             self.clock += 1
             self.launches.append(launch)
             run()
-        self.compiled.setdefault(key, _place())
+        if key not in self.compiled:
+            self.compiled[key] = _place()
 
     def _reaches(self, host: Tensor, name: str, argument: str) -> bool:
         """Whether a kernel may have it, as Triton asks the driver: pinned, in the kernels of which
@@ -593,7 +594,12 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame.f_back and not frame.f_code.co_filename.startswith(_ENGINE):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
+    return f"{_stem(frame.f_code.co_filename)}.{frame.f_code.co_name}:{frame.f_lineno}"
+
+
+@cache
+def _stem(path: str) -> str:
+    return Path(path).stem
 
 
 def _load_guard() -> None:
