@@ -246,23 +246,27 @@ def test_an_answer_goes_on_at_another_server_with_drafts_and_without(
 def test_blocks_of_a_tier_that_were_written_with_drafts_serve_without_and_the_reverse(
     tmp_path: Path,
 ) -> None:
-    """The second server reads what the first has computed, answer and drafts included."""
-    turns = [BODIES["repeats"], BODIES["choices"]]
-    for number, order in enumerate((((), PLAIN), (PLAIN, ()))):
-        found = []
-        for flags in order:
-            directory = ("--kv-offload-dir", str(tmp_path / str(number)))
-            with ready(_serve(*flags, *directory)) as (server,):
-                said = [_answer(server, **body)["choices"] for body in turns]
-                # The next turn: its prompt is in the blocks of the last one and its answer.
-                prompt = turns[0]["prompt"] + said[0][0]["text"]
-                said.append(_answer(server, **turns[0] | {"prompt": prompt})["choices"])
-                found.append(said)
-                num_hits = server.metric("kv_offload_hit_tokens_total")
-                server.process.send_signal(signal.SIGTERM)
-                assert server.process.wait(60) == 0
-        assert found[0] == found[1]
-        assert num_hits > 100
+    """A server reads what the one before has computed, answer and drafts included."""
+
+    def answers(server: RunningServer, code: str) -> list[Any]:
+        turns = [BODIES[name] for name in ("repeats", "choices")]
+        turns = [body | {"prompt": body["prompt"].replace(CODE, code)} for body in turns]
+        said = [_answer(server, **body)["choices"] for body in turns]
+        # The next turn: its prompt is in the blocks of the last one and its answer.
+        prompt = turns[0]["prompt"] + said[0][0]["text"]
+        return [*said, _answer(server, **turns[0] | {"prompt": prompt})["choices"]]
+
+    other = CODE.replace("area", "surface")
+    found = []
+    for flags, codes in (((), [CODE]), (PLAIN, [CODE, other]), ((), [other])):
+        with ready(_serve(*flags, "--kv-offload-dir", str(tmp_path))) as (server,):
+            for number, code in enumerate(codes):
+                found.append(answers(server, code))
+                if number == 0 and len(found) > 1:
+                    assert server.metric("kv_offload_hit_tokens_total") > 100
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 0
+    assert found[0] == found[1] and found[2] == found[3]
 
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -1,6 +1,8 @@
 """`penstock plan`: the choice, the costs and the front, and the command from flags to files."""
 
+import contextlib
 import csv
+import io
 import json
 import shlex
 import subprocess
@@ -9,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -144,8 +146,12 @@ def test_input_takes_the_share_of_the_time_that_prompts_are_computed() -> None:
 
 @pytest.fixture
 def calibration(tmp_path: Path) -> Path:
+    return write_calibration(tmp_path)
+
+
+def write_calibration(directory: Path) -> Path:
     server = known_server()
-    path = tmp_path / "calibration.json"
+    path = directory / "calibration.json"
     Calibration(
         name="tiny", source="made-up steps", date="20260101-000000", version="0",
         model=server.info, scheduler=server.scheduler, step_model=server.step_model,
@@ -187,15 +193,32 @@ def test_a_plan_is_a_table_json_csv_and_a_page(
     assert "Pareto front" in page and "tiny: plan of" in page
 
 
-def test_the_command_that_a_plan_ends_with_is_of_the_load_that_it_expects(
-    calibration: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "plan.json"
+class Planned(NamedTuple):
+    """shown: what stands on stdout. made: what `output` has."""
+
+    calibration: Path
+    output: Path
+    shown: str
+    made: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """What a plan with FLAGS alone is."""
+    directory = tmp_path_factory.mktemp("planned")
+    calibration, output = write_calibration(directory), directory / "plan.json"
     flags = ["--calibration", str(calibration), "--output", str(output)]
-    assert main([*FLAGS, *flags]) == 0
-    made = json.loads(output.read_text())
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main([*FLAGS, *flags]) == 0
+    return Planned(calibration, output, shown.getvalue(), json.loads(output.read_text()))
+
+
+def test_the_command_that_a_plan_ends_with_is_of_the_load_that_it_expects(
+    planned: Planned,
+) -> None:
+    made = planned.made
     words = shlex.split(made["bench"])
-    assert words[:2] == ["penstock", "bench"] and words[-2:] == ["--check", str(output)]
+    assert words[:2] == ["penstock", "bench"] and words[-2:] == ["--check", str(planned.output)]
     # Raises where the load is another.
     config = bench_config(make_bench_parser().parse_args(words[2:]), None)
     assert config.forecast is not None
@@ -205,29 +228,22 @@ def test_the_command_that_a_plan_ends_with_is_of_the_load_that_it_expects(
 
 
 def test_what_a_plan_expects_is_what_a_simulation_of_its_command_finds(
-    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from penstock.loadtest.simulate.cli import main as simulate
 
-    output = tmp_path / "plan.json"
-    assert main([*FLAGS, "--calibration", str(calibration), "--output", str(output)]) == 0
-    made = json.loads(output.read_text())
+    made = planned.made
     words = shlex.split(made["bench"])[2:-2]
     capsys.readouterr()
-    flags = ["--calibration", str(calibration), "--metric-percentiles", "50,99", "--json"]
+    flags = ["--calibration", str(planned.calibration), "--metric-percentiles", "50,99", "--json"]
     assert simulate([*words, *flags, "--disable-tqdm"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     for each in made["forecast"]["figures"]:
         assert each["low"] <= result[each["key"]] <= each["high"]
 
 
-def test_the_verdict_and_the_refutation_are_of_one_forecast(
-    calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "plan.json"
-    assert main([*FLAGS, "--calibration", str(calibration), "--output", str(output)]) == 0
-    shown = capsys.readouterr().out
-    made = json.loads(output.read_text())
+def test_the_verdict_and_the_refutation_are_of_one_forecast(planned: Planned) -> None:
+    shown, made = planned.shown, planned.made
     by_key = {each["key"]: each for each in made["forecast"]["figures"]}
     for name in ("TTFT", "TPOT"):
         values = [by_key[f"{p}_{name.lower()}_ms"]["value"] for p in ("p50", "p99")]

@@ -61,7 +61,7 @@ def test_waiting_times_are_those_of_the_m_d_1_queue() -> None:
         assert share == pytest.approx(share_that_waits_at_most(7.0, SERVICE_S, wait_s), abs=0.02)
 
 
-@pytest.mark.parametrize("limit_s", [0.35, 1.0])
+@pytest.mark.parametrize("limit_s", [pytest.param(0.35, marks=pytest.mark.slow), 1.0])
 def test_the_search_finds_the_rate_that_the_m_d_1_queue_allows(limit_s: float) -> None:
     known = highest_rate(SERVICE_S, limit_s, 0.99)
     searched = search(
