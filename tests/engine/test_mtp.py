@@ -131,17 +131,16 @@ def test_its_proposals_are_those_of_the_published_head(headed: tuple[Path, Refer
         assert max(head.gaps(known, drafts)) < 1e-3
 
 
-@pytest.mark.parametrize("way", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
-    "changes",
+    ("way", "changes"),
     [
-        {},
-        {"dtype": Dtype.BFLOAT16, "num_threads": 2},
-        {"kv_cache_dtype": KVCacheDtype.INT8},
-        {"dtype": Dtype.BFLOAT16, "quantization": Quantization.INT8},
-        {"dtype": Dtype.BFLOAT16, "quantization": Quantization.INT4},
+        (GREEDY, {}),
+        (DRAWN, {"dtype": Dtype.BFLOAT16, "num_threads": 2}),
+        (GREEDY, {"kv_cache_dtype": KVCacheDtype.INT8}),
+        (DRAWN, {"dtype": Dtype.BFLOAT16, "quantization": Quantization.INT8}),
+        (GREEDY, {"dtype": Dtype.BFLOAT16, "quantization": Quantization.INT4}),
     ],
-    ids=["float32", "bfloat16", "int8_kv", "int8", "int4"],
+    ids=["float32-greedy", "bfloat16-drawn", "int8_kv-greedy", "int8-drawn", "int4-greedy"],
 )
 def test_its_drafts_change_no_answer(
     headed: tuple[Path, ReferenceHead], way: dict[str, Any], changes: dict[str, Any]
@@ -153,9 +152,15 @@ def test_its_drafts_change_no_answer(
     assert drafter.stats[-1].num_draft_tokens_total > 100
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-@pytest.mark.parametrize("way", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("quantization", [None, Quantization.INT8])
+@pytest.mark.parametrize(
+    ("family", "way", "quantization"),
+    [
+        ("qwen3_5", GREEDY, None),
+        ("qwen3_5", DRAWN, Quantization.INT8),
+        ("qwen3_5_moe", DRAWN, None),
+        ("qwen3_5_moe", GREEDY, Quantization.INT8),
+    ],
+)
 def test_a_head_that_predicts_what_the_model_does_is_right(
     family: str, way: dict[str, Any], quantization: Quantization | None, tmp_path: Path
 ) -> None:

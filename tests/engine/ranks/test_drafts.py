@@ -103,7 +103,8 @@ def test_an_oracles_drafts_change_nothing(
     expected = run(ranks, asked)
     if sizes[0] == 1:  # sums over ranks round otherwise than those of one
         assert expected == run(alone, asked)
-    for share in (0.0, 0.5, 1.0):
+    # Some are wrong and some are right in all; none and all of them in two.
+    for share in (0.0, 0.5, 1.0) if way in ("logprobs", "grammar") else (0.5,):
         drafter = EveryDraft([oracle_of(asked, expected, share)], most=7)
         assert run(ranks, asked, drafter) == expected
         stats = drafter.stats[-1]

@@ -65,7 +65,7 @@ def expected(size: int) -> list[str]:
     return [*made, digest(torch.arange(300_000))]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_rank_has_the_bits_of_adding_in_the_order_of_the_ranks(size: int) -> None:
     with members(f"{ME}:run_everything", size) as processes:
         assert outputs(processes) == [expected(size)] * size

@@ -118,8 +118,9 @@ def test_a_second_turn_goes_on_from_a_snapshot_on_all_of_them(
     assert found >= sum(len(turn.prompt_token_ids) - 3 - 32 for turn in turns)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("num_steps", [1, 6])
+@pytest.mark.parametrize(
+    ("num_steps", "sizes"), [(1, (2, 1)), (6, (1, 2)), (1, (1, 4)), (6, (2, 2))]
+)
 def test_an_aborted_sequence_leaves_nothing_in_the_state_that_the_next_one_gets(
     num_steps: int, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
