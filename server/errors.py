@@ -106,6 +106,15 @@ class GrammarQueueFull(PenstockError):
         )
 
 
+class ImageQueueFull(PenstockError):
+    """Too many images wait to be decoded, or the processes that decode them failed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"this server is decoding the images of other requests; try again in {RETRY_SOON_S} s"
+        )
+
+
 class ModelNotFound(PenstockError):
     def __init__(self, model: str, served: str) -> None:
         super().__init__(
@@ -309,6 +318,7 @@ _REPLIES: dict[type[BaseException], ErrorReply] = {
     QueueFull: _fixed(429, "rate_limit_error", "queue_full"),
     TargetOutOfReach: _fixed(429, "rate_limit_error", "target_out_of_reach"),
     GrammarQueueFull: _fixed(429, "rate_limit_error", "grammar_queue_full", *_SOON),
+    ImageQueueFull: _fixed(429, "rate_limit_error", "image_queue_full", *_SOON),
     NotServing: _fixed(503, _UNAVAILABLE),
     InvalidLogits: _fixed(500, "server_error", "invalid_logits"),
     RequestEndedEngine: _fixed(500, "server_error", "request_ended_engine", *_NO_RETRY),
