@@ -14,6 +14,7 @@ from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 
 MIB = 1 << 20
+DEFAULT_MAX_IMAGES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,8 @@ class ServerConfig:
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     pooler: PoolerConfig = PoolerConfig()
+    max_images: int = DEFAULT_MAX_IMAGES
+    allowed_media_domains: tuple[str, ...] = ()
     has_page: bool = True
     log_level: str = "info"
     log_format: LogFormat = LogFormat.TEXT
@@ -110,6 +113,8 @@ class ServerConfig:
             raise InvalidConfig(
                 "--max-stored-responses and --max-stored-response-bytes must not be negative"
             )
+        if self.max_images < 0:
+            raise InvalidConfig("--limit-mm-per-prompt must not be negative")
         if self.sse_ping_interval_s <= 0:
             raise InvalidConfig("--sse-ping-interval must be positive")
         if "" in self.api_keys:

@@ -226,6 +226,8 @@ class Service:
         try:
             if self._model and self._model.grammars:
                 await self._model.grammars.close()
+            if self._model and self._model.images:
+                self._model.images.close()
         finally:
             if self._engine:
                 await self._engine.close()

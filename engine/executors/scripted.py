@@ -27,7 +27,7 @@ from penstock.engine.step.executor import (
     block_copies,
     check_no_adapter,
 )
-from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.model_info import EncoderInfo, ModelInfo
 from penstock.scheduler.cache.journal import BlockJournal
 from penstock.scheduler.cache.tier import BlockTier
 from penstock.scheduler.groups import KVGroup
@@ -47,6 +47,9 @@ from penstock.scheduler.types import (
 )
 
 HIDDEN_SIZE = 16  # numbers in an embedding
+_ENCODER = EncoderInfo(
+    weight_bytes=0, flops_per_patch=1, flops_per_pair=0, bytes_per_token=0, max_patches=1 << 16
+)
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -384,6 +387,7 @@ def scripted_info(
     more_blocks: tuple[int, ...] = (),
     eos_token_ids: tuple[int, ...] = (2,),
     num_states: int = 0,
+    takes_images: bool = False,
 ) -> ModelInfo:
     """The `ModelInfo` of no model: a vocabulary and blocks, and no weights.
 
@@ -413,4 +417,5 @@ def scripted_info(
         more_blocks=more_blocks,
         read_alignment=1,
         num_states=num_states,
+        encoder=_ENCODER if takes_images else None,
     )

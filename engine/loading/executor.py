@@ -46,6 +46,7 @@ def _scripted_executor(config: EngineConfig) -> Executor:
         max_model_len=config.max_model_len or model.max_model_len,
         block_size=config.block_size or 16,
         eos_token_ids=model.eos_token_ids,
+        takes_images=config.takes_images and getattr(model, "is_wrapped", False),
     )
     identity = identity_of(Path(config.model), info.block_size)
     files = block_files(config, identity)

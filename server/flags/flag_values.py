@@ -21,7 +21,7 @@ from penstock.engine.client import (
 )
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
-from penstock.server.config import PoolerConfig
+from penstock.server.config import DEFAULT_MAX_IMAGES, PoolerConfig
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG]?)")
 # As in vLLM: 4k is 4,000 and 4K is 4,096.
@@ -204,6 +204,21 @@ def pooler_config(text: str) -> PoolerConfig:
             f'{text} must be like {{"pooling_type": "MEAN", "normalize": true}}; pooling_type is '
             "LAST or MEAN, and there are no other keys"
         ) from error
+
+
+def max_images(text: str) -> int:
+    """vLLM's form of this flag."""
+    try:
+        values = json.loads(text)
+        most = values.pop("image", DEFAULT_MAX_IMAGES)
+        if isinstance(most, bool) or not isinstance(most, int) or any(values.values()):
+            raise ValueError
+    except (ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text} must be like {{"image": 4}}; there are neither videos nor audio here, so that '
+            "these are 0 or left out"
+        ) from error
+    return int(most)
 
 
 def gib(count: float, flag: str) -> int:

@@ -16,6 +16,7 @@ from penstock.server.flags.flag_values import (
     kv_cache_dtype,
     kv_events_config,
     lora_module,
+    max_images,
     only_key,
     pooler_config,
     quantization,
@@ -107,8 +108,7 @@ GROUPS = {
         ),
         Flag(
             "--language-model-only",
-            "of a model of text and images, serve the text model, as in vLLM; without it the same "
-            "is done with a warning, as encoders of images are not supported",
+            "of a model of text and images, serve the text model alone, as in vLLM",
         ),
         Flag(
             "--model-impl",
@@ -359,6 +359,19 @@ GROUPS = {
             "token's state, normalized)",
             field="pooler",
             parse=pooler_config,
+        ),
+        Flag(
+            "--limit-mm-per-prompt JSON",
+            'the most images of a prompt, such as {"image": 4}, as in vLLM; with 0 the model is '
+            "served as by --language-model-only",
+            field="max_images",
+            parse=max_images,
+        ),
+        Flag(
+            "--allowed-media-domains HOST ...",
+            "hosts from which images are fetched that a client names by an https:// URL, with a "
+            "port where it is not 443; redirects are not followed, and private addresses are "
+            "refused (default: none, so that images come as data: URLs)",
         ),
         Flag(
             "--max-stored-responses N",

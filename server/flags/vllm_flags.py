@@ -70,7 +70,6 @@ REFUSED = {
     "--seed": "send a seed with each request; leave it out",
     "--data-parallel-size": "start one server for each replica, or penstock ray",
     "--lora-dtype": "adapters are in the type of --dtype; leave it out",
-    "--limit-mm-per-prompt": "models of text alone are supported; leave it out",
     "--tokenizer": "the tokenizer is read from the model's directory",
     "--revision": "download the revision first, and name its directory",
     "--cpu-offload-gb": "weights are not offloaded",

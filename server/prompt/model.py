@@ -25,6 +25,10 @@ from penstock.engine.client import (
     with_local_adapters,
 )
 from penstock.server.config import ServeConfig
+from penstock.server.media.decoder import ImageDecoder
+from penstock.server.media.families import ImageFamily
+from penstock.server.media.fetcher import ImageFetcher
+from penstock.server.media.reader import ImageReader
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import Pooler
@@ -39,8 +43,8 @@ logger = logging.getLogger("penstock")
 class ServedModel:
     """The first name is the one that answers carry.
 
-    grammars None: grammars are not compiled before the engine sees them. adapter: with which the
-    model is served under this name.
+    grammars None: grammars are not compiled before the engine sees them. images None: it takes
+    none. adapter: with which the model is served under this name.
     """
 
     names: tuple[str, ...]
@@ -50,6 +54,7 @@ class ServedModel:
     defaults: GenerationDefaults
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     grammars: GrammarChecker | None = None
+    images: ImageReader | None = None
     pooler: Pooler = field(default_factory=Pooler)
     adapter: LoadedAdapter | None = None
 
@@ -147,7 +152,13 @@ async def load_model(
     progress: Progress,
 ) -> ServedModel:
     """Starts the engine with it. Raises PenstockError."""
-    files, info = await asyncio.gather(prompt_files, _start(engine, progress))
+    starting, images = asyncio.create_task(_image_reader(config, directory, prompt_files)), None
+    try:
+        files, info = await asyncio.gather(prompt_files, _start(engine, progress))
+        images = await starting if info.encoder else None
+    finally:
+        if images is None:
+            starting.add_done_callback(_close_unused)
     return ServedModel(
         names=config.server.served_model_names,
         created_s=int(time.time()),
@@ -156,6 +167,7 @@ async def load_model(
         defaults=files.defaults,
         pooler=replace(files.pooler, hidden_size=info.hidden_size),
         grammars=GrammarChecker(directory, info, config.engine.load_format),
+        images=images,
         chat_format=ChatFormat.detect(
             files.encoder.template_source,
             config.server.tool_call_parser,
@@ -164,6 +176,28 @@ async def load_model(
             trusts_templates=config.server.trust_request_chat_template,
         ),
     )
+
+
+async def _image_reader(
+    config: ServeConfig, directory: Path, prompt_files: Awaitable[PromptFiles]
+) -> ImageReader | None:
+    """None for a model that takes no images. Raises InvalidConfig."""
+    server, encoder = config.server, (await prompt_files).encoder
+    if not config.engine.takes_images:
+        return None
+    family = ImageFamily.load(directory, lambda token_id: encoder.token_names([token_id])[0])
+    if family is None:
+        return None
+    decoder = ImageDecoder(family)
+    fetcher = ImageFetcher(server.allowed_media_domains, server.max_body_bytes)
+    await decoder.start()
+    return ImageReader(family, decoder, fetcher, server.max_images)
+
+
+def _close_unused(starting: "asyncio.Task[ImageReader | None]") -> None:
+    """Its errors are nobody's: the engine takes no images of this model, or has failed."""
+    if not starting.cancelled() and not starting.exception() and (images := starting.result()):
+        images.close()
 
 
 def _is_here(model: str) -> bool:

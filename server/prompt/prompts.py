@@ -2,12 +2,15 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from penstock.scheduler.types import Insert
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.media.reader import not_supported
 from penstock.server.output.reasoning import ReasoningState, format_of_template, reasoning_state
 from penstock.server.prompt import limits
 from penstock.server.prompt.model import ServedModel
@@ -50,11 +53,13 @@ _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """text: as rendered. begun: the part of the answer that is in the prompt already."""
+    """text: as rendered. begun: the part of the answer that is in the prompt already. inserts: see
+    `Request`."""
 
     text: str
     token_ids: tuple[int, ...]
     begun: str
+    inserts: tuple[Insert, ...] = ()
 
 
 async def chat_prompt(
@@ -63,8 +68,13 @@ async def chat_prompt(
     """Renders and tokenizes, in threads unless that is quick. only_counts: whether the context need
     not hold it. Raises InvalidRequest."""
     encoder = model.encoder
+    if fields.images and model.images is None:
+        raise not_supported(fields.images[0])
     text, begun = await _rendered_chat(fields, encoder)
     encode = partial(encoder.encode_prompt, add_special_tokens=bool(fields.add_special_tokens))
+    if fields.images:
+        token_ids, inserts = await _with_images(fields, model, text, encode)
+        return ChatPrompt(text=text, token_ids=token_ids, begun=begun, inserts=inserts)
     if not (only_counts and limits.is_counted(text)):
         if fields.truncate_prompt_tokens is None:
             limits.check_could_fit(model, "messages", num_chars=len(text))
@@ -73,6 +83,23 @@ async def chat_prompt(
         )
     token_ids = await off_loop(encode, text, len(text))
     return ChatPrompt(text=text, token_ids=token_ids, begun=begun)
+
+
+async def _with_images(
+    fields: ChatCompletionRequest,
+    model: ServedModel,
+    text: str,
+    encode: Callable[[str], tuple[int, ...]],
+) -> tuple[tuple[int, ...], tuple[Insert, ...]]:
+    """The ids of a conversation with images, and where their rows are. Raises InvalidRequest."""
+    assert model.images
+    if fields.truncate_prompt_tokens is not None:
+        hint = "a prompt with images cannot be cut; leave it out"
+        raise UnsupportedParameter("truncate_prompt_tokens", hint)
+    limits.check_could_fit(model, "messages", num_chars=len(text))
+    decoded = await model.images.read(fields.images, model.info)
+    make = partial(model.images.with_rows, encode=encode, images=decoded, info=model.info)
+    return await off_loop(make, text, len(text))
 
 
 async def _rendered_chat(fields: ChatCompletionRequest, encoder: PromptEncoder) -> tuple[str, str]:
@@ -184,7 +211,7 @@ class Prompts:
 
     param: the field that they come from. max_tokens: of each prompt's answers. are_whole, echoes:
     see `GenerationRequest`. reasoning: how the answer's reasoning is marked, if it may have any.
-    prediction: see `Request`.
+    prediction, inserts: see `Request`.
     """
 
     param: str
@@ -194,6 +221,7 @@ class Prompts:
     echoes: tuple[str, ...] = ()
     reasoning: ReasoningState | None = None
     prediction: tuple[int, ...] = ()
+    inserts: tuple[Insert, ...] = ()
 
 
 async def completion_prompts(fields: CompletionRequest, model: ServedModel) -> Prompts:
@@ -239,6 +267,7 @@ async def chat_prompts(fields: ChatCompletionRequest, model: ServedModel) -> Pro
         echoes=(fields.echoed,) if fields.echoed else (),
         reasoning=reasoning_state(model.chat_format.reasoning, prompt.text, prompt.begun),
         prediction=await _prediction(fields.predicted, model),
+        inserts=prompt.inserts,
     )
 
 

@@ -74,6 +74,7 @@ def build_generation_request(
             ttft_target_s=arrival.ttft_target_s if max_tokens else None,
             itl_target_s=arrival.own_itl_target_s,
             prediction=prompts.prediction,
+            inserts=prompts.inserts,
             max_drafts=fields.num_speculative_tokens,
         )
         for token_ids, max_tokens in zip(prompts.token_ids, prompts.max_tokens, strict=True)

@@ -9,13 +9,14 @@ import msgspec
 from pydantic import Field
 
 from penstock.server.errors import InvalidRequest, ThreadUnsupported, UnsupportedParameter
-from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.chat import ChatCompletionRequest, ContentPart
 from penstock.server.protocol.openai import MAX_STOPS, Probability, StopString, Wire
 from penstock.server.protocol.translation import (
     SHARED_FIELDS,
     TranslatedRequest,
     check_numbers,
     checked,
+    content_of,
 )
 
 Block = dict[str, Any]
@@ -49,6 +50,19 @@ class InputMessage(Wire):
 
 class TextBlock(Wire):
     text: str
+
+
+class ImageSource(Wire):
+    """type "file" is refused by name."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(Wire):
+    source: ImageSource
 
 
 class Thinking(Wire):
@@ -191,7 +205,7 @@ def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
     """Tool results are separate messages in a chat, before the user's text."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts, reasoning, calls, results = [], [], [], []
+    parts, reasoning, calls, results = list[str | ContentPart](), [], [], []
     for i, block in enumerate(message.content):
         here = f"{at}[{i}]"
         match block.get("type"):
@@ -203,22 +217,42 @@ def _chat_messages(message: InputMessage, at: str) -> list[dict[str, Any]]:
                 reasoning.append(checked(Thinking, block, here).thinking)
             case "redacted_thinking":
                 pass  # encrypted: only its maker can read it
+            case _ if message.role == "user":
+                parts.append(_part_of(block, here))
             case _:
-                texts.append(_text_of(block, here))
-    said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+                parts.append(_text_of(block, here))
+    said: dict[str, Any] = {"role": message.role, "content": content_of(parts)}
     if reasoning and message.role == "assistant":
         said["reasoning_content"] = "".join(reasoning)
     if calls:
         said["tool_calls"] = calls
-    return results + [said] * bool(texts or calls or not results)
+    return results + [said] * bool(parts or calls or not results)
 
 
 def _text_of(block: Block, at: str) -> str:
     if block.get("type") != "text":
         kind = str(block.get("type"))[:64]
-        raise UnsupportedParameter(f"{at}.type {kind!r}", "this server supports text")
+        hint = "this server supports text and, of users and in results of tools, images"
+        raise UnsupportedParameter(f"{at}.type {kind!r}", hint)
     text: str = checked(TextBlock, block, at).text
     return text
+
+
+def _part_of(block: Block, at: str) -> str | ContentPart:
+    if block.get("type") != "image":
+        return _text_of(block, at)
+    source, here = checked(ImageBlock, block, at).source, f"{at}.source"
+    if source.type not in ("base64", "url"):
+        hint = "send the image in base64"
+        raise UnsupportedParameter(f"{here}.type {source.type[:64]!r}", hint)
+    needed = ("media_type", "data") if source.type == "base64" else ("url",)
+    for name in needed:
+        if getattr(source, name) is None:
+            raise InvalidRequest(f"{here}.{name} is missing", param=f"{here}.{name}")
+    url = source.url
+    if source.type == "base64":
+        url = f"data:{source.media_type};base64,{source.data}"
+    return ContentPart.of_image(here, url)
 
 
 def _chat_tool_call(call: ToolUse) -> dict[str, Any]:
@@ -228,10 +262,12 @@ def _chat_tool_call(call: ToolUse) -> dict[str, Any]:
 
 
 def _chat_tool_message(result: ToolResult, at: str) -> dict[str, Any]:
-    content = result.content or ""
-    if isinstance(content, list):
-        blocks = enumerate(content)
-        content = "".join(_text_of(block, f"{at}.content[{i}]") for i, block in blocks)
+    content: str | list[ContentPart]
+    if isinstance(result.content, list):
+        blocks = enumerate(result.content)
+        content = content_of([_part_of(block, f"{at}.content[{i}]") for i, block in blocks])
+    else:
+        content = result.content or ""
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content}
 
 

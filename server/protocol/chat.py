@@ -3,9 +3,10 @@
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.media.reader import ImagePart
 from penstock.server.protocol.invalid_fields import EXPECTED, invalid_fields, nul
 from penstock.server.protocol.openai import (
     MAX_LOGPROBS,
@@ -21,12 +22,45 @@ from penstock.server.tools.rules import AnswerRules
 _OLDER_TOOLS = frozenset(("functions", "function_call"))
 
 
+_TEXT_ROLES = ("system", "developer", "assistant")
+
+
+class ImageUrl(Wire):
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
 class ContentPart(Wire):
-    """A part of a message. Text and refusals are served; others are refused by their type."""
+    """A part of a message. Text, refusals and images are served; others are refused by their
+    type."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+    _param: str | None = PrivateAttr(None)
+
+    @classmethod
+    def of_image(cls, param: str, url: str, detail: str | None = None) -> "ContentPart":
+        """One that another API has in its field `param`."""
+        part = cls.model_validate(
+            {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+        )
+        part._param = param
+        return part
+
+    @property
+    def is_image(self) -> bool:
+        return self.type == "image_url"
+
+    def image(self, param: str) -> ImagePart:
+        """param: of the part."""
+        given, param = self.image_url, self._param or f"{param}.image_url"
+        if given is None:
+            raise InvalidRequest(f"{param} is missing", param=param)
+        if isinstance(given, str):
+            return ImagePart(param, given)
+        return ImagePart(param, given.url, given.detail)
 
 
 class ChatMessage(Wire):
@@ -47,7 +81,7 @@ class ChatMessage(Wire):
         if (self.model_extra or {}).get("audio"):
             raise UnsupportedParameter(f"{param}.audio", "send the transcript as text")
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message = {"role": role, "content": self._text(f"{param}.content")}
+        message: dict[str, Any] = {"role": role, "content": self._content(f"{param}.content")}
         calls = self._calls(f"{param}.tool_calls") or self._function_call(f"{param}.function_call")
         call_id = _id_of_call(self.name) if self.role == "function" else self.tool_call_id
         optional = {
@@ -76,6 +110,28 @@ class ChatMessage(Wire):
         call = ToolCall(id=_id_of_call(function.name), function=function)
         return [call_for_template(call, param)]
 
+    def images(self, param: str) -> list[ImagePart]:
+        """param: of the message."""
+        parts = enumerate(self.content) if isinstance(self.content, list) else ()
+        return [part.image(f"{param}.content[{i}]") for i, part in parts if part.is_image]
+
+    def _content(self, param: str) -> str | list[dict[str, str]]:
+        """A list of parts only where one of them is an image: text is one to every template."""
+        parts = self.content if isinstance(self.content, list) else []
+        if not any(part.is_image for part in parts):
+            return self._text(param)
+        if self.role in _TEXT_ROLES:
+            first = next(i for i, part in enumerate(parts) if part.is_image)
+            name = parts[first].image(f"{param}[{first}]").param
+            message = f"{name}: a message of the role {self.role} has no images"
+            raise InvalidRequest(message, param=name)
+        return [
+            {"type": "image"}
+            if part.is_image
+            else {"type": "text", "text": _without_nul(_text_of(part, f"{param}[{i}]"), param)}
+            for i, part in enumerate(parts)
+        ]
+
     def _text(self, param: str) -> str:
         if isinstance(self.content, list):
             texts = [_text_of(part, f"{param}[{i}]") for i, part in enumerate(self.content)]
@@ -83,10 +139,13 @@ class ChatMessage(Wire):
             raise InvalidRequest(f"{param} is missing; it {EXPECTED['content']}", param=param)
         else:
             texts = [self.content or self.refusal or ""]
-        text = "".join(texts)
-        if "\0" in text:
-            raise nul(param)
-        return text
+        return _without_nul("".join(texts), param)
+
+
+def _without_nul(text: str, param: str) -> str:
+    if "\0" in text:
+        raise nul(param)
+    return text
 
 
 def _id_of_call(name: str | None) -> str:
@@ -100,8 +159,7 @@ def _text_of(part: ContentPart, param: str) -> str:
     if part.type != "text":
         raise UnsupportedParameter(
             f"{param}.type {part.type!r}",
-            "this server supports text parts, and serves the text model alone of models of images "
-            "and audio too (--language-model-only)",
+            "this server supports parts of text and, in messages, of images (image_url)",
         )
     if part.text is None:
         raise InvalidRequest(f"{param}.text is missing", param=f"{param}.text")
@@ -171,7 +229,19 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         """The last message, if the answer is to begin with it: as at vLLM, one of its own role."""
         last = self.for_template[-1]
         is_own = last["role"] == "assistant" or not self.adds_generation_prompt
-        return str(last["content"]) if self.echo and is_own else ""
+        content = last["content"]
+        return content if self.echo and is_own and isinstance(content, str) else ""
+
+    @cached_property
+    def images(self) -> list[ImagePart]:
+        """In the order in which they stand in the prompt."""
+        each = (m.images(f"messages[{i}]") for i, m in enumerate(self.messages))
+        return [image for images in each for image in images]
+
+    @property
+    def num_bytes(self) -> int:
+        """Without images, of which the prompt is not made."""
+        return max(0, self._num_bytes - sum(len(image.url) for image in self.images))
 
     @cached_property
     def for_template(self) -> list[dict[str, Any]]:

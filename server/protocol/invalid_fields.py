@@ -19,11 +19,11 @@ from penstock.server.errors import InvalidRequest
 # The values that a field may have, where pydantic's own words would list the branches of a union.
 EXPECTED = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
-    "content": "must be a string or a list of text parts",
+    "content": "must be a string or a list of parts",
     "stop": "must be a string or a list of strings",
     "tool_choice": 'must be "none", "auto", "required", or an object that names a function',
     "input": "must be a string or a list of items",
-    "output": "must be a string or a list of text parts",
+    "output": "must be a string or a list of parts",
     "system": "must be a string or a list of text blocks",
 }
 

@@ -20,6 +20,7 @@ from penstock.server.protocol.translation import (
     TranslatedRequest,
     check_numbers,
     checked,
+    content_of,
 )
 
 Item = dict[str, Any]
@@ -105,9 +106,21 @@ class ReasoningConfig(Wire):
     summary: str | None = None
 
 
+class InputPart(Wire):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
+
+
 class InputMessage(Wire):
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    content: str | InputParts
 
 
 class Reasoning(Wire):
@@ -132,7 +145,7 @@ class CallOutput(Wire):
     """The result of a function or a custom tool."""
 
     call_id: str
-    output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    output: str | InputParts
 
 
 class ResponsesRequest(TranslatedRequest):
@@ -290,8 +303,8 @@ def _add(messages: list[dict[str, Any]], item: Item, at: str) -> None:
             _add_call(messages, call.call_id, {"type": "custom", "custom": custom})
         case "function_call_output" | "custom_tool_call_output":
             output = checked(CallOutput, item, at)
-            text = _text(output.output, f"{at}.output")
-            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
+            content = _content(output.output, f"{at}.output")
+            messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
         case "reasoning":
             reasoning = checked(Reasoning, item, at).content or ()
             text = "".join(part.text or "" for part in reasoning)
@@ -319,21 +332,40 @@ def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _chat_message(message: InputMessage, at: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": _text(message.content, f"{at}.content")}
+    takes_images = role == "user"
+    return {"role": role, "content": _content(message.content, f"{at}.content", takes_images)}
 
 
-def _text(content: str | list[ContentPart], at: str) -> str:
+def _content(
+    content: str | list[InputPart], at: str, takes_images: bool = True
+) -> str | list[ContentPart]:
     if isinstance(content, str):
         return content
-    return "".join(_text_of(part, f"{at}[{i}]") for i, part in enumerate(content))
+    return content_of(
+        [
+            _image_of(part, f"{at}[{i}]")
+            if part.type == "input_image" and takes_images
+            else _text_of(part, f"{at}[{i}]")
+            for i, part in enumerate(content)
+        ]
+    )
 
 
-def _text_of(part: ContentPart, at: str) -> str:
+def _image_of(part: InputPart, at: str) -> ContentPart:
+    if part.file_id is not None:
+        raise UnsupportedParameter(f"{at}.file_id", "send the image as a data: URL in image_url")
+    if part.image_url is None:
+        raise InvalidRequest(f"{at}.image_url is missing", param=f"{at}.image_url")
+    return ContentPart.of_image(f"{at}.image_url", part.image_url, part.detail)
+
+
+def _text_of(part: InputPart, at: str) -> str:
     if part.type == "refusal":
         return part.refusal or ""
     if part.type not in ("input_text", "output_text", "text"):
         raise UnsupportedParameter(
-            f"{at}.type {part.type[:64]!r}", "this server supports text parts"
+            f"{at}.type {part.type[:64]!r}",
+            "this server supports parts of text and, of users and in results, of images",
         )
     if part.text is None:
         raise InvalidRequest(f"{at}.text is missing", param=f"{at}.text")

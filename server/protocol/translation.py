@@ -9,6 +9,7 @@ import msgspec
 from pydantic import ValidationError
 
 from penstock.server.errors import InvalidRequest
+from penstock.server.protocol.chat import ContentPart
 from penstock.server.protocol.invalid_fields import UNUSED, invalid_fields
 from penstock.server.protocol.openai import ParsedRequest, Wire
 from penstock.server.structured.constraint import SYNONYMS
@@ -53,6 +54,13 @@ def check_numbers(*values: object) -> None:
         msgspec.json.encode(values)
     except OverflowError as error:
         raise InvalidRequest("a number has more than 64 bits; send it shorter") from error
+
+
+def content_of(parts: Sequence[str | ContentPart]) -> str | list[ContentPart]:
+    """Texts and images as the content of a chat's message: text where it has no images."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return [ContentPart(type="text", text=p) if isinstance(p, str) else p for p in parts]
 
 
 _TOOL = re.compile(r"tools\[(\d+)\]")

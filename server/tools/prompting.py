@@ -14,6 +14,7 @@ from penstock.server.tools.rules import Function
 
 # A message of a conversation, as chat templates know it.
 Message = Mapping[str, Any]
+Content = str | list[Mapping[str, Any]]
 
 _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its \
 arguments:
@@ -69,6 +70,16 @@ def _described(function: Function) -> dict[str, Any]:
     return {"name": function.name} | {k: v for k, v in optional.items() if v is not None}
 
 
+def joined(*contents: Content) -> Content:
+    """The contents of messages as one: text, or a list of parts where one of them is that."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(map(str, contents))
+    parts: list[Mapping[str, Any]] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
 def calls_as_text(messages: list[Message]) -> list[Message]:
     """Calls as text of the assistant, and the results that follow them as one user message."""
     plain: list[dict[str, Any]] = []
@@ -77,16 +88,18 @@ def calls_as_text(messages: list[Message]) -> list[Message]:
     for message in messages:
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id", ""), message.get("name", "the function"))
-            text = f"Result of {name}: {message['content']}"
+            result = joined(f"Result of {name}: ", message["content"])
             if follows_result:
-                plain[-1]["content"] += f"\n{text}"
+                plain[-1]["content"] = joined(plain[-1]["content"], "\n", result)
             else:
-                plain.append({"role": "user", "content": text})
+                plain.append({"role": "user", "content": result})
         else:
             calls = message.get("tool_calls") or []
             names |= {call["id"]: call["function"]["name"] for call in calls}
             lines = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
-            content = "\n".join([*filter(None, [message["content"]]), *lines])
+            content = message["content"]
+            if lines:  # then it is the assistant's, and text
+                content = "\n".join([*filter(None, [content]), *lines])
             rest = {key: value for key, value in message.items() if key != "tool_calls"}
             plain.append(rest | {"content": content})
         follows_result = message["role"] == "tool"

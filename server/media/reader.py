@@ -1,0 +1,147 @@
+"""The images of a request: where each comes from, and the rows that stand for it in a prompt."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.engine.client import ModelInfo
+from penstock.scheduler.types import Insert
+from penstock.server.errors import CONTEXT_TOO_LONG, InvalidRequest, UnsupportedParameter
+from penstock.server.media.decoder import BadImage, DecodedImage, ImageDecoder
+from penstock.server.media.families import ImageFamily
+from penstock.server.media.fetcher import ImageFetcher
+
+_KINDS = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+_DATA = re.compile(r"data:([^,;]{0,64})((?:;[^,;]{0,64}){0,4}),", re.IGNORECASE)
+# OpenAI's: the most pixels of a side where detail is "low".
+_LOW_SIDE = 512
+# Of the patches of a request's images. The engine gets them in one message.
+_MAX_BYTES = 128 << 20
+
+
+class ImagePart(NamedTuple):
+    """param: the field of the client that names it. url: it, or a data: URL."""
+
+    param: str
+    url: str
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """Reads images for one model. max_images: of a prompt."""
+
+    family: ImageFamily
+    decoder: ImageDecoder
+    fetcher: ImageFetcher
+    max_images: int
+
+    def close(self) -> None:
+        self.decoder.close()
+        self.fetcher.close()
+
+    async def read(self, images: Sequence[ImagePart], info: ModelInfo) -> list[DecodedImage]:
+        """One after the other, so that those of other requests have their turns between. Raises
+        InvalidRequest, which names the part, and ImageQueueFull."""
+        if len(images) > self.max_images:
+            first = images[self.max_images].param
+            message = f"{first} is one image too many: this server takes {self.max_images} a prompt"
+            raise InvalidRequest(f"{message} (--limit-mm-per-prompt)", param=first)
+        decoded: list[DecodedImage] = []
+        num_tokens = num_bytes = 0
+        for image in images:
+            with _named(image):
+                decoded.append(await self._read(image))
+            num_tokens += decoded[-1].num_tokens
+            num_bytes += len(decoded[-1].content)
+            if num_tokens > info.max_model_len:
+                raise InvalidRequest(
+                    f"the images up to {image.param} are {num_tokens} tokens; this model's context "
+                    f"has {info.max_model_len}; send fewer or smaller ones, or detail: low",
+                    param=image.param,
+                    code=CONTEXT_TOO_LONG,
+                )
+            encoder = info.encoder
+            is_large = encoder and decoded[-1].patches[0] > encoder.max_patches
+            if is_large or num_bytes > _MAX_BYTES:
+                message = f"{image.param} is too large for this server; send it smaller"
+                raise InvalidRequest(f"{message}, or with detail: low", param=image.param)
+        return decoded
+
+    async def _read(self, image: ImagePart) -> DecodedImage:
+        """Raises BadImage and ImageQueueFull."""
+        max_side = _LOW_SIDE if image.detail == "low" else None
+        if image.url[:5].lower() != "data:":
+            content = await self.fetcher.fetch(image.url)
+            return await self.decoder.decode(content, max_side=max_side)
+        found = _DATA.match(image.url)
+        if found is None or found[2].rpartition(";")[2].lower() != "base64":
+            raise BadImage("its data: URL must begin like data:image/png;base64,")
+        if found[1].lower() not in _KINDS:
+            raise BadImage(f"its type is {found[1]!r}; it must be one of {', '.join(_KINDS)}")
+        return await self.decoder.decode(image.url[found.end() :], max_side=max_side)
+
+    def with_rows(
+        self,
+        text: str,
+        encode: Callable[[str], tuple[int, ...]],
+        images: Sequence[DecodedImage],
+        info: ModelInfo,
+    ) -> tuple[tuple[int, ...], tuple[Insert, ...]]:
+        """The ids of a rendered prompt, with a token for each row of its images, and where these
+        are. Raises InvalidRequest where the text has not as many marks as there are images."""
+        family = self.family
+        ids = encode(text.replace(family.marker, family.replacement))
+        if (num_marks := ids.count(family.image_id)) != len(images):
+            raise InvalidRequest(
+                f"messages has {len(images)} images, and the prompt that the model's chat template "
+                f"makes of it has {num_marks} marks for one ({family.marker}); leave out images "
+                "where the model takes none, such as in results of tools, and this mark in texts",
+                param="messages",
+            )
+        expanded: list[int] = []
+        inserts = []
+        left = iter(images)
+        for token_id in ids:
+            if token_id != family.image_id:
+                expanded.append(token_id)
+                continue
+            image = next(left)
+            inserts.append(_insert(image, len(expanded), info))
+            expanded += [token_id] * image.num_tokens
+        return tuple(expanded), tuple(inserts)
+
+
+def _insert(image: DecodedImage, start: int, info: ModelInfo) -> Insert:
+    assert info.encoder, "a model without an encoder has no images"
+    return Insert(
+        start=start,
+        num_tokens=image.num_tokens,
+        digest=image.digest,
+        grid=image.grid,
+        content=image.content,
+        patches=image.patches,
+        patch_grid=image.patch_grid,
+        operations=info.encoder.operations(image.patches[0]),
+        is_whole=info.encoder.is_whole,
+    )
+
+
+@contextlib.contextmanager
+def _named(image: ImagePart) -> Iterator[None]:
+    try:
+        yield
+    except BadImage as error:
+        message = f"the image {image.param} cannot be read: {error}"
+        raise InvalidRequest(message, param=image.param, code="invalid_image") from error
+
+
+def not_supported(image: ImagePart) -> UnsupportedParameter:
+    """Of a model that takes no images, or of which the text alone is served."""
+    return UnsupportedParameter(
+        image.param,
+        "it serves text alone, as this model takes no images, or its images are not supported, or "
+        "it was started with --language-model-only",
+    )
