@@ -35,7 +35,7 @@ function chatOf(path) {
 }
 
 function messagesOf(node) {
-  if (node.role === "user") return [{ role: "user", content: node.text }];
+  if (node.role === "user") return [{ role: "user", content: contentOf(node) }];
   if (node.role === "tool") return node.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
   const message = { role: "assistant", content: node.text };
   if (node.reasoning) message.reasoning_content = node.reasoning;
@@ -43,6 +43,12 @@ function messagesOf(node) {
     message.tool_calls = node.toolCalls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
   }
   return [message];
+}
+
+function contentOf({ text, images = [] }) {
+  if (!images.length) return text;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 // Adds what arrives to the node; calls onChange after each part. Throws as `request` and `events` do.

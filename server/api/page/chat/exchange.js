@@ -1,5 +1,6 @@
 // Conversations as files: JSON that this page reads again, and Markdown for people.
 
+import { isPicture } from "./pictures.js";
 import { nodesBelow, pathOf } from "./tree.js";
 
 const FORMAT = "penstock-conversations";
@@ -60,7 +61,10 @@ function checkedNode(node, name) {
   require(role === "user" || common.parent, `${name} has a message of the role ${role} that answers nothing`);
   if (role === "tool") return { ...common, results: listOf(node.results, ["id", "name", "content"], name) };
   require(typeof node.text === "string", `${name} has a message without a text`);
-  if (role === "user") return { ...common, text: node.text, mode: node.mode === "completion" ? "completion" : "chat" };
+  if (role === "user") {
+    const images = Array.isArray(node.images) ? node.images.filter(isPicture) : [];
+    return { ...common, text: node.text, images, mode: node.mode === "completion" ? "completion" : "chat" };
+  }
   return {
     ...common,
     text: node.text,
@@ -105,7 +109,8 @@ function headingOf(node) {
 export function textOf(node) {
   if (node.role === "tool") return node.results.map(({ name, content }) => `${name}: ${content}`).join("\n\n");
   const calls = (node.toolCalls ?? []).map((call) => `${call.name}(${call.arguments})`);
-  return [node.text, ...calls].filter(Boolean).join("\n\n");
+  const pictures = node.images?.length ? `[${node.images.length === 1 ? "a picture" : `${node.images.length} pictures`}]` : "";
+  return [pictures, node.text, ...calls].filter(Boolean).join("\n\n");
 }
 
 export function download(name, type, content) {

@@ -6,12 +6,14 @@ import { textOf } from "./exchange.js";
 import { figureList } from "./figures.js";
 import { markdownView, plainView } from "../text/growing.js";
 import { tokenView } from "./logprobs.js";
+import { pictureRow } from "./pictures.js";
 import { edit, foldedView, panel, toggle } from "../widgets.js";
 
 // versions: the versions of this message, itself included.
 export function questionView(node, versions, act) {
   const said = make("div", { class: "said" }, node.text);
   const element = make("article", { class: "question", "aria-label": "Question" }, said);
+  if (node.images?.length) said.before(pictureRow(node.images));
   const row = make("div", { class: "tools" }, ...versionButtons(node, versions, act));
   row.append(copyButton(node), button("Edit", () => {
     edit({ place: said, text: node.text, label: "Question", done: "Send", onDone: (text) => act.editQuestion(node, text) });

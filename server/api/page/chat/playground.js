@@ -6,6 +6,7 @@ import { find, remove, removeMessage, save } from "./conversations.js";
 import { answerOf } from "../dialog.js";
 import { button, byId, copy, setOpen } from "../dom.js";
 import { toMarkdown } from "./exchange.js";
+import { hasPictures, startPictures, takePictures } from "./pictures.js";
 import { answerView, questionView, resultsView, unansweredView } from "./messages.js";
 import { isCompletion, readSettings, SettingsError, startSettings } from "./settings.js";
 import { addNode, newConversation, nodesBelow, pathOf, removeLeaf, showBranch, versionsOf } from "./tree.js";
@@ -32,7 +33,7 @@ const act = {
   answerLast: () => ask(() => pathOf(open).at(-1)),
   regenerate: (answer) => ask(() => open.nodes[answer.parent]),
   continueAnswer: (answer) => ask(() => answer),
-  editQuestion: (question, text) => ask(() => addNode(open, open.nodes[question.parent], { role: "user", text, mode: question.mode })),
+  editQuestion: (question, text) => ask(() => addNode(open, open.nodes[question.parent], { role: "user", text, images: question.images, mode: question.mode })),
   sendResults: (answer, results) => ask(() => addNode(open, answer, { role: "tool", results, text: "" })),
   editAnswer: (answer, text) => {
     const { id, parent, atMs, figures, logprobs, ...fields } = answer;
@@ -52,6 +53,7 @@ const act = {
 export function startPlayground(given) {
   hooks = given;
   startSettings();
+  startPictures();
   byId("settings-open").addEventListener("click", () => {
     setOpen(byId("settings-open"), byId("settings"), byId("settings").hidden);
   });
@@ -119,12 +121,13 @@ export function stop(conversation) {
 
 function send() {
   const text = byId("prompt").value;
-  if (!text.trim()) return;
+  if (!text.trim() && !hasPictures()) return;
   const isAsked = ask(() => {
     const leaf = pathOf(open).at(-1);
     // A question without an answer is replaced: many models take only turns that alternate.
     const parent = leaf?.role === "user" ? open.nodes[leaf.parent] : leaf;
-    return addNode(open, parent, { role: "user", text, mode: isCompletion() ? "completion" : "chat" });
+    if (isCompletion()) return addNode(open, parent, { role: "user", text, mode: "completion" });
+    return addNode(open, parent, { role: "user", text, images: takePictures(), mode: "chat" });
   });
   if (!isAsked) return;
   byId("prompt").value = "";

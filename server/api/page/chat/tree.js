@@ -2,7 +2,7 @@
 //
 // conversation: {id, title, createdMs, changedMs, leaf, nodes}; nodes by id; the path that is shown ends at `leaf`.
 // node: {id, parent (an id or null), role ("user", "assistant" or "tool"), atMs, ...}
-//   user: text, mode ("chat" or "completion")
+//   user: text, images (data: URLs), mode ("chat" or "completion")
 //   assistant: text, reasoning, toolCalls, model, settings, figures, finish, note (of what went wrong, if isFailed)
 //   tool: results, [{id, name, content}]
 
@@ -30,7 +30,7 @@ export function addNode(conversation, parent, fields) {
   const node = { id: newId(), parent: parent?.id ?? null, atMs: Date.now(), ...fields };
   conversation.nodes[node.id] = node;
   conversation.leaf = node.id;
-  conversation.title ||= titleOf(fields.text);
+  conversation.title ||= titleOf(fields.text || (fields.images?.length ? "A picture" : ""));
   return node;
 }
 
