@@ -129,6 +129,8 @@ class KVEventPublisher:
         window = group.window if isinstance(group, KVGroup) else None
         kind = "full_attention" if window is None else "sliding_window"
         keys = [[event.adapter] if event.adapter else [] for _ in event.digests]
+        for each, inserts in zip(keys, event.inserts, strict=True):
+            each += inserts
         if event.parent is None and event.cache_salt:
             keys[0].append(event.cache_salt)
         return BlockStored(

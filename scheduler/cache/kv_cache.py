@@ -19,6 +19,9 @@ from penstock.scheduler.cache.tier import BlockTier, TierBlock
 from penstock.scheduler.groups import KVGroup, StateGroup
 from penstock.scheduler.types import BlockCopy, StateSnapshot, TableUpdate
 
+# After how many of the blocks with these digests, up to a number, a sequence can continue.
+_LongestUntil = Callable[[Items[bytes], int], int]
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -135,7 +138,8 @@ class KVCache:
         """Returns the blocks to be loaded from the tier so that more of its tokens are cached than
         num_cached, and how many these are then."""
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        end = _agreed([each.longest_reach for each in self.groups], digests, len(digests))
+        reach = [*[each.longest_reach for each in self.groups], *self._outside_whole(sequence)]
+        end = _agreed(reach, digests, len(digests))
         if end * self.block_size <= num_cached:
             return [], num_cached
         blocks = [
@@ -265,6 +269,10 @@ class KVCache:
             not self._states
             and parent.status is Status.DECODING
             and len(child.token_ids) == child.num_prompt_tokens
+            and not any(
+                each.is_whole and each.end >= child.num_prompt_tokens
+                for each in child.request.inserts[-1:]
+            )
             and all(
                 each.may_share(parent.tables[index], child.num_prompt_tokens - 1)
                 for index, each in self._windowed
@@ -280,19 +288,34 @@ class KVCache:
         if not self._enable_prefix_caching or sequence.needs_whole_prompt:
             return [], 0
         digests = self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size)
-        num_found = _agreed([each.longest_hit for each in self.blocks], digests, len(digests))
+        whole = self._outside_whole(sequence)
+        hits = [*[each.longest_hit for each in self.blocks], *whole]
+        num_found = _agreed(hits, digests, len(digests))
         if not self._states:
             return digests[:num_found], 0
-        end = _agreed([each.longest_hit for each in self.groups], digests, num_found)
+        end = _agreed([*[each.longest_hit for each in self.groups], *whole], digests, num_found)
         return digests[:end], (num_found - end) * self.block_size
+
+    def _outside_whole(self, sequence: Sequence) -> list[_LongestUntil]:
+        """How many blocks end before, and not inside, an insert that is computed in one chunk."""
+        inserts = [each for each in sequence.request.inserts if each.is_whole]
+
+        def longest(_: Items[bytes], end: int) -> int:
+            for each in inserts:
+                if each.start < end * self.block_size < each.end:
+                    return each.start // self.block_size
+            return end
+
+        return [longest] if inserts else []
 
     def _digests(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """The digests of its first blocks, each computed once in the sequence's life."""
         digests, size = sequence.block_digests, self.block_size
         if len(digests) < num_blocks:
             parent = digests[-1] if digests else self._root(sequence)
-            token_ids = sequence.token_ids[len(digests) * size : num_blocks * size]
-            digests += block_digests(parent, token_ids, size, self._key)
+            start, inserts = len(digests) * size, sequence.request.inserts
+            token_ids = sequence.token_ids[start : num_blocks * size]
+            digests += block_digests(parent, token_ids, size, self._key, inserts, start)
         return digests[:num_blocks]
 
     def _tell(self, events: KVEvents, sequence: Sequence, start: int, end: int) -> None:
@@ -304,9 +327,7 @@ class KVCache:
         return root_digest(sequence.request.cache_salt, sequence.request.adapter, self._key)
 
 
-def _agreed(
-    longest: Items[Callable[[Items[bytes], int], int]], digests: Items[bytes], end: int
-) -> int:
+def _agreed(longest: Items[_LongestUntil], digests: Items[bytes], end: int) -> int:
     """After how many blocks, up to `end`, a sequence can continue in all groups; each is asked by
     one of these."""
     num_agreed = index = 0

@@ -8,12 +8,14 @@ of when they are first used.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from penstock.scheduler.cache.prefix import inserts_within
 from penstock.scheduler.cache.sequence import Sequence
 
 
 class Stored(NamedTuple):
     """Blocks that follow each other can be found. parent: the digest of the one before them, None
-    for a prompt's first. token_ids: of all of them."""
+    for a prompt's first. token_ids: of all of them. inserts: of each, digests of those that have
+    tokens in it, in hexadecimal."""
 
     group: int
     digests: list[bytes]
@@ -21,6 +23,7 @@ class Stored(NamedTuple):
     token_ids: list[int]
     adapter: str | None
     cache_salt: str
+    inserts: list[list[str]]
 
 
 class Removed(NamedTuple):
@@ -59,13 +62,17 @@ class KVEvents:
                 continue
             self._told.add((group, digest))
             token_ids = sequence.token_ids[i * size : (i + 1) * size]
+            request = sequence.request
+            within = inserts_within(request.inserts, i * size, (i + 1) * size)
+            keys = [each.digest.hex() for each, _ in within]
             if last is not None:
                 last.digests.append(digest)
                 last.token_ids.extend(token_ids)
+                last.inserts.append(keys)
                 continue
             parent = digests[i - 1] if i else None
-            request = sequence.request
-            last = Stored(group, [digest], parent, token_ids, request.adapter, request.cache_salt)
+            described = request.adapter, request.cache_salt, [keys]
+            last = Stored(group, [digest], parent, token_ids, *described)
             self._events.append(last)
 
     def on_removed(self, group: int, digest: bytes) -> None:

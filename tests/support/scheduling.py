@@ -15,6 +15,7 @@ from penstock.scheduler.drafts.drafter import Drafter
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.types import (
     Finish,
+    Insert,
     Pooling,
     PromptOutput,
     Request,
@@ -50,6 +51,7 @@ def make_request(
     pooling: Pooling | None = None,
     adapter: str | None = None,
     max_drafts: int | None = None,
+    inserts: tuple[Insert, ...] = (),
 ) -> Request:
     """A request whose prompt is given, or as many made-up ids as the number says."""
     ids = [3 + i % 97 for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -75,6 +77,7 @@ def make_request(
         pooling=pooling,
         adapter=adapter,
         max_drafts=max_drafts,
+        inserts=inserts,
     )
 
 
