@@ -14,6 +14,7 @@ from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.stats import NO_GRAPHS, AttentionWork, GraphSizes, StepWork
 from penstock.scheduler.types import (
     BlockCopy,
+    Encode,
     Finish,
     FinishReason,
     PromptOutput,
@@ -39,6 +40,8 @@ class Batch:
     wanted_drafts: tuple[int, ...] = ()
     num_unresolved: tuple[int, ...] = ()
     wants_forced = False
+    encodes: tuple[Encode, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
     def __init__(self) -> None:
         self.assignments: list[SlotAssignment] = []
@@ -73,6 +76,8 @@ class Batch:
             self.wanted_drafts,
             self.num_unresolved,
             self.wants_forced,
+            self.encodes,
+            self.dropped,
         )
 
     def failures(self, sampled: SampledTokens) -> dict[Sequence, FinishReason]:

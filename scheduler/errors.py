@@ -50,5 +50,22 @@ class TargetOutOfReach(PenstockError):
         )
 
 
+class NoEncoder(PenstockError):
+    """A prompt with images, for a model without an encoder or on a path that does not run one."""
+
+    def __init__(self) -> None:
+        super().__init__("this server computes no images for its model; send text alone")
+
+
+class ImageTooLarge(PenstockError):
+    """An image whose tokens must be computed in one step, and are too many for it."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(
+            f"an image has {num_tokens} tokens, which are computed in one step, and a step has "
+            f"room for {most}; raise --max-num-batched-tokens or send a smaller image"
+        )
+
+
 class InvalidConfig(PenstockError):
     """A setting, or a pair of settings, that cannot work. The message names the flag to change."""

@@ -40,10 +40,12 @@ from penstock.scheduler.errors import (
     ContextTooLong,
     DuplicateRequest,
     InvalidConfig,
+    NoEncoder,
     PromptTooLong,
     TargetOutOfReach,
 )
 from penstock.scheduler.groups import KVGroup, StateGroup
+from penstock.scheduler.inserts import EncoderCosts, Inserts, most_at_once
 from penstock.scheduler.policy.fairness import FairQueue, queue_for
 from penstock.scheduler.policy.forecast import Ahead
 from penstock.scheduler.policy.queue import may_start_batch
@@ -87,12 +89,13 @@ class Scheduler:
         events: KVEvents | None = None,
         num_cohorts: int = 1,
         drafter: Drafter | None = None,
+        encoder: EncoderCosts | None = None,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
         one for each group, where the blocks outlive this process. tier: for continuous batching
         with prefix caching. events: is told which blocks can be found. num_cohorts: of sequences
         that decode in different steps: as many as the executor has stages. drafter: for an executor
-        that takes drafts.
+        that takes drafts. encoder: for one that takes prompts with inserts.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -102,6 +105,9 @@ class Scheduler:
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
         self._drafter = drafter
+        self._inserts: Inserts | None = None
+        if encoder is not None:
+            self._inserts = Inserts(encoder, most_at_once(config, groups, block_size))
         self._targets = Targets(config, step_model, num_cohorts)
         self._step_size = StepSize(config, step_model)
         self._loads = Loads(self._kv, tier, self._targets.compute_s)
@@ -127,8 +133,8 @@ class Scheduler:
         is_ready: whether it may run; else it waits outside of the queue until `make_ready`. now:
         None where the request has just arrived.
 
-        Raises PromptTooLong, ContextTooLong, DuplicateRequest, TargetOutOfReach; the request is
-        then not accepted.
+        Raises PromptTooLong, ContextTooLong, DuplicateRequest, NoEncoder, ImageTooLarge,
+        TargetOutOfReach; the request is then not accepted.
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         assert num_prompt and max_tokens >= 0 and request.n > 0, f"not validated: {request}"
@@ -139,6 +145,10 @@ class Scheduler:
         if request.id in self._requests:
             raise DuplicateRequest(request.id)
         sequences = self._sequences_of(request)
+        if request.inserts:
+            if self._inserts is None:
+                raise NoEncoder
+            self._inserts.check(request)
         self._waiting.open(request.tenant, len(sequences))
         try:
             self._check_target(sequences[0], request.arrival_s if now is None else now)
@@ -146,6 +156,8 @@ class Scheduler:
             self._waiting.close(request.tenant, len(sequences))
             raise
         self._requests[request.id] = list(sequences)
+        if self._inserts is not None:
+            self._inserts.open(request)
         if sequences[0].index == 0 and len(sequences) > 1:
             self._samples[request.id] = sequences[1:]
             del sequences[1:]
@@ -176,18 +188,28 @@ class Scheduler:
             self._waiting.push(sequence)
         self._waiting.begin_step(now)
         self._make_places()
+        if self._inserts is not None:
+            self._inserts.drop_least_used(self._prefilling)
         self._plan(batch, now)
         # Prompts hold each other's next blocks: the cheapest to compute again gives way.
         while self._is_short_of_blocks and not (batch.slots or self._in_flight):
             self._preempt_one()
             self._plan(batch, now)
-        if not batch.slots:
+        if self._inserts is not None:
+            self._encode(self._inserts, batch)
+        if not (batch.slots or batch.encodes):
             return None
         self._start_decodes()
         if self._drafter is not None:
             batch.wants_forced = self._drafter.may_pay(batch.sampling)
             if self._may_draft and batch.num_decodes == len(batch.slots):
-                batch.wanted_drafts = self._drafter.want(batch.sampling)
+                # What proposes reads embeddings alone.
+                batch.wanted_drafts = tuple(
+                    0 if each.request.inserts else num
+                    for each, num in zip(
+                        batch.sampling, self._drafter.want(batch.sampling), strict=False
+                    )
+                )
         self._step += 1
         self._in_flight.append((self._step, batch))
         return batch.scheduled(self._step)
@@ -197,7 +219,10 @@ class Scheduler:
         self._schedule_decodes(batch)
         size = self._step_size
         num_tokens = size.num_prompt_tokens(batch.num_decodes)
-        budget = self._targets.chunk_budget(batch, num_tokens, size.enough, self.num_running)
+        is_encoding = self._inserts is not None and self._inserts.is_wanted(self._prefilling)
+        budget = self._targets.chunk_budget(
+            batch, num_tokens, size.enough, self.num_running, share=0.5 if is_encoding else 1.0
+        )
         passed = self._pass_long_prompt(batch, budget, now)
         # Chunks of running prompts and waiting sequences in one order, where the policy has one: a
         # prompt of a tenant that was served much waits for a newcomer's.
@@ -215,6 +240,8 @@ class Scheduler:
         step, batch = self._in_flight.popleft()
         assert step == sampled.step, f"expected the results of step {step}, not {sampled.step}"
         outputs, failures = StepOutputs(), batch.failures(sampled)
+        if self._inserts is not None:
+            self._inserts.update(sampled)
         self._append_tokens(batch, sampled, failures, outputs)
         if self._drafter is not None:
             self._drafter.hear(batch.sampling, sampled)
@@ -272,6 +299,7 @@ class Scheduler:
             tier=self._loads.stats(),
             prefix_stateless_tokens_total=self._prefix_stateless_tokens,
             drafts=() if self._drafter is None else self._drafter.stats,
+            **({} if self._inserts is None else self._inserts.stats),
         )
 
     def take_started(self) -> list[Started]:
@@ -329,6 +357,15 @@ class Scheduler:
             num_slots=len(self._free_slots),
             num_free_blocks=[each.num_available for each in self._kv.groups],
             has_prefills=bool(self._prefilling),
+            encoding_s=0.0
+            if self._inserts is None
+            else self._inserts.seconds_of(
+                [
+                    (sequence, sequence.num_cached_at_arrival),
+                    *((each, each.num_computed) for each in prefilling),
+                    *((each, each.num_cached_at_arrival) for each in waiting),
+                ]
+            ),
         )
 
     # How a step is scheduled.
@@ -350,6 +387,16 @@ class Scheduler:
             if loser is None:
                 return
             self._preempt(loser)
+
+    def _encode(self, inserts: Inserts, batch: Batch) -> None:
+        """Beside what is planned, and for what chunks of the next steps will read."""
+        prefilling = self._waiting.in_order(self._prefilling)
+        if inserts.is_wanted(prefilling):
+            left_s = self._targets.left_s(batch, self.num_running)
+            is_alone = not (batch.slots or self._decoding)
+            batch.encodes = inserts.encodes(self._step + 1, prefilling, left_s, is_alone=is_alone)
+        if batch.slots or batch.encodes:
+            batch.dropped = inserts.take_dropped()
 
     def _schedule_decodes(self, batch: Batch) -> None:
         """One token for each decoding sequence that may have more than the one in flight."""
@@ -489,13 +536,22 @@ class Scheduler:
     ) -> None:
         """A row with as much of the prompt as the budget allows."""
         wanted = int(min(sequence.num_to_compute, self._waiting.most_of(sequence), most))
+        at_once = 0
+        if wanted and self._inserts is not None and sequence.request.inserts:
+            at_once = self._inserts.at_once(sequence)
+            wanted = max(wanted, at_once)
         if self._kv.has_windows:
             num_coverable = self._kv.num_coverable(sequence)
-            if num_coverable <= 0:
+            if num_coverable < max(at_once, 1):
                 self._is_short_of_blocks = True
                 return
             wanted = min(wanted, num_coverable)
-        num_tokens = budget.take(sequence.num_computed, wanted)
+        if self._inserts is not None and sequence.request.inserts:
+            fitting = min(wanted, budget.most(sequence.num_computed))
+            if fitting < at_once and len(batch.slots) == batch.num_decodes:
+                fitting = at_once  # else it might never be computed
+            wanted = at_once = self._inserts.num_computable(sequence, fitting)
+        num_tokens = budget.take(sequence.num_computed, wanted, at_once)
         if num_tokens == 0:
             return
         if self._kv.has_windows:
@@ -587,6 +643,8 @@ class Scheduler:
         started = sequence.request.id, sequence.index, now, num_cached, sequence.predicted_ttft_s
         self._started.append(Started(*started))
         self._waiting.charge_cached(sequence, num_cached)
+        if self._inserts is not None and sequence.index == 0:
+            self._inserts.count_first_step(sequence, num_cached)
 
     def _start_decodes(self) -> None:
         """Prefills whose last chunk is scheduled decode from the next step on.
@@ -745,6 +803,8 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[request_id]
+            if self._inserts is not None:
+                self._inserts.close(request_id)
             self._unready.pop(request_id, None)
         return Finish(
             reason,
@@ -785,4 +845,5 @@ def _assignment(sequence: Sequence) -> SlotAssignment:
         seed=sequence.seed,
         prompt_request=sequence.prompt_request,
         adapter=sequence.request.adapter,
+        inserts=tuple([each._replace(content=b"") for each in sequence.request.inserts]),
     )

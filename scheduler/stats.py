@@ -104,7 +104,8 @@ class SchedulerStats(NamedTuple):
     prefix_stateless_tokens_total: prompt tokens whose blocks were found, but no snapshot of the
     recurrent state after them, so that they were computed again.
     out_of_reach_total: requests refused because of their targets. fairness_index: None unless the
-    policy is fair; see `FairQueue`. tier: None without one. drafts: by source.
+    policy is fair; see `FairQueue`. tier: None without one. drafts: by source. encoder_*: see
+    `Inserts`.
     """
 
     num_running: int = 0
@@ -120,6 +121,9 @@ class SchedulerStats(NamedTuple):
     tier: TierStats | None = None
     prefix_stateless_tokens_total: int = 0
     drafts: tuple[DraftStats, ...] = ()
+    encoder_queries_total: int = 0
+    encoder_hits_total: int = 0
+    encoder_seconds_total: float = 0.0
 
     @property
     def kv_usage(self) -> float:
@@ -231,9 +235,10 @@ NO_WORK = StepWork(0, 0, 0, 0, 0, ())
 
 
 def class_of(work: StepWork) -> StepClass:
-    if not work.num_prefill_tokens:
-        return StepClass.DECODE
-    return StepClass.MIXED if work.num_decode_tokens else StepClass.PREFILL
+    """One without tokens encodes what prompts need."""
+    if not work.num_decode_tokens:
+        return StepClass.PREFILL
+    return StepClass.MIXED if work.num_prefill_tokens else StepClass.DECODE
 
 
 def expected_work(

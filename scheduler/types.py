@@ -207,8 +207,9 @@ class StateSnapshot(NamedTuple):
 
 
 class Encode(NamedTuple):
-    """Insert `index` of a request is to be encoded for about budget_s of this step, or until its
-    rows are complete; what an earlier step has begun goes on."""
+    """Insert `index` of a request is to be encoded until its rows are complete, or about budget_s
+    after the step's first one began; what an earlier step has begun goes on. Equal digests are of
+    one insert: those of several requests, and what is complete already."""
 
     request_id: RequestId
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used

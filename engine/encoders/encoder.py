@@ -1,11 +1,12 @@
 """`Encoder`: what makes rows of an insert, in slices, so that a step beside it is not late."""
 
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.engine.step.model_info import EncoderInfo
 from penstock.scheduler.types import Insert
+
+if TYPE_CHECKING:  # an executor without a model does not load torch
+    from torch import Tensor
 
 
 class InsertRows(NamedTuple):
@@ -15,8 +16,8 @@ class InsertRows(NamedTuple):
     the states after each of the first K layers, or None.
     """
 
-    embeddings: Tensor
-    deepstack: Tensor | None = None
+    embeddings: "Tensor"
+    deepstack: "Tensor | None" = None
 
 
 class Encoding(Protocol):

@@ -15,8 +15,9 @@ from operator import mul
 from random import Random
 from typing import Any
 
+from penstock.engine.encoders.inserts import InsertTable
 from penstock.engine.step.executor import check_no_adapter
-from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.model_info import EncoderInfo, ModelInfo
 from penstock.scheduler.batch import work_of
 from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.drafts.sources import MOST_MATCH, Found
@@ -25,12 +26,14 @@ from penstock.scheduler.stats import NO_WORK, StepClass, StepWork, class_of
 from penstock.scheduler.step_model.model import StepModel
 from penstock.scheduler.types import (
     FurtherTokens,
+    Insert,
     Request,
     RequestId,
     SampledTokens,
     ScheduledBatch,
 )
 
+_SLICE_S = 0.005  # of an encoder, the least that it computes
 TOKEN_ID, _OTHER_ID = 7, 8  # any but a stop token, and one that is never sampled
 
 
@@ -110,6 +113,10 @@ class PredictedExecutor:
         self._free_s = [0.0] * info.pipeline_parallel_size
         self._has_stages = info.pipeline_parallel_size > 1
         self._windows = info.windows
+        self._encoder = None
+        if info.encoder is not None and info.encoder_costs is not None:
+            self._encoder = _PredictedEncoder(info.encoder, info.encoder_costs.operation_s)
+        self._inserts = InsertTable(self._encoder, lambda: getattr(self._encoder, "spent_s", 0.0))
         self.host_s = 0.0
         self.num_outside = 0
         self.work = NO_WORK
@@ -119,10 +126,11 @@ class PredictedExecutor:
         check_no_adapter(request)
         if request.pooling or request.sampling.num_prompt_logprobs is not None:
             raise InvalidConfig("a prompt's outputs cannot be simulated: there is no model")
+        self._inserts.prepare(request)
         return None
 
     def release(self, request_id: RequestId) -> None:
-        pass
+        self._inserts.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "PredictedStep":
         self.work = work = work_of(batch, self._windows, self.info.graph_sizes)
@@ -133,6 +141,11 @@ class PredictedExecutor:
         sampled = SampledTokens(step=batch.step, token_ids=token_ids, computed_s=rest_s)
         if num_drafts:
             sampled = sampled._replace(further=_further(batch.drafts))
+        self._inserts.drop(batch)
+        if batch.encodes:
+            encoded, encoding_s = self._inserts.encode(batch)
+            sampled = sampled._replace(encoded=encoded, encoding_s=encoding_s)
+            device_s += encoding_s
         end_s = self.pass_stage(0, self._clock.now_s, device_s)
         for stage in range(1, len(self._free_s) - 1):
             end_s = self.pass_stage(stage, end_s, device_s)
@@ -146,6 +159,8 @@ class PredictedExecutor:
 
     def _times(self, work: StepWork) -> tuple[float, float]:
         """Returns the seconds of the device and of the host."""
+        if not work.num_sequences:
+            return 0.0, 0.0
         kind, amounts = class_of(work), self.info.amounts(work)
         device_s, host_s = self._model.time_of(amounts)
         factor = self._factors.get(kind, 1.0)
@@ -154,6 +169,32 @@ class PredictedExecutor:
         if self._model.outside(amounts, kind):
             self.num_outside += 1
         return factor * device_s, factor * host_s
+
+
+class _PredictedEncoder:
+    """spent_s: in all slices so far."""
+
+    def __init__(self, info: EncoderInfo, operation_s: float) -> None:
+        self.info = info
+        self._operation_s = operation_s
+        self.spent_s = 0.0
+
+    def begin(self, insert: Insert) -> "_PredictedEncoding":
+        return _PredictedEncoding(self, insert.operations * self._operation_s)
+
+
+class _PredictedEncoding:
+    rows: Any = None
+
+    def __init__(self, encoder: _PredictedEncoder, left_s: float) -> None:
+        self._encoder = encoder
+        self._left_s = left_s
+
+    def run(self, budget_s: float) -> bool:
+        slices_s = min(self._left_s, max(budget_s, _SLICE_S))
+        self._left_s -= slices_s
+        self._encoder.spent_s += slices_s
+        return self._left_s <= 0
 
 
 def _further(all_drafts: Items[tuple[int, ...]]) -> dict[int, FurtherTokens]:

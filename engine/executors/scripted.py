@@ -9,6 +9,9 @@ The outputs of a prompt come from the pool too. At a position where a greedy ans
 the id b, the id (b + i) modulo the vocabulary has rank i + 1 and the logprob -i, so that the
 greedy id has rank 1 and the logprob 0. The state of a position is `HIDDEN_SIZE` numbers in
 [-0.5, 0.5), derived from the digest of all ids up to it.
+
+A token of an insert is written as a number made of the insert's digest and of the token's place in
+it, once it is encoded, which takes as many slices as it has operations.
 """
 
 import struct
@@ -18,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from penstock.engine.encoders.inserts import InsertTable
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory
 from penstock.engine.sampling.grammar_table import GrammarTable
@@ -36,6 +40,7 @@ from penstock.scheduler.step_model.amounts import AttentionGroup
 from penstock.scheduler.types import (
     FinishReason,
     FurtherTokens,
+    Insert,
     Pooling,
     PromptOutput,
     Request,
@@ -107,6 +112,12 @@ class Slot:
 
     def __init__(self, assignment: SlotAssignment) -> None:
         self.token_ids = dict(enumerate(assignment.token_ids))
+        self.inserts = assignment.inserts
+        self.shown = {
+            position: shown_id(each, position)
+            for each in assignment.inserts
+            for position in range(each.start, each.end)
+        }
         self.length = len(assignment.token_ids)  # of those that are known, without drafts
         self.tables = [list(block_ids) for block_ids in assignment.tables]
         self.num_prompt_tokens = assignment.num_prompt_tokens
@@ -115,6 +126,32 @@ class Slot:
         self.prompt_request = assignment.prompt_request
         self.prompt_logprobs: list[PackedLogprobs] = []
         self.state_sums = [0.0] * HIDDEN_SIZE
+
+
+def shown_id(insert: Insert, position: int) -> int:
+    """What stands in the pool in place of the id of a token of an insert."""
+    return mix(int.from_bytes(insert.digest[:8], "little"), position - insert.start) >> 1
+
+
+class _ScriptedEncoding:
+    rows = None
+
+    def __init__(self, insert: Insert) -> None:
+        assert insert.content or not insert.patches[0], "it has the content"
+        self._num_slices = insert.operations
+
+    def run(self, budget_s: float) -> bool:
+        """One slice."""
+        self._num_slices -= 1
+        return self._num_slices <= 0
+
+
+class _ScriptedEncoder:
+    def __init__(self, info: EncoderInfo) -> None:
+        self.info = info
+
+    def begin(self, insert: Insert) -> Any:
+        return _ScriptedEncoding(insert)
 
 
 class ScriptedExecutor:
@@ -160,12 +197,16 @@ class ScriptedExecutor:
             self.journals = tuple(each.journal for each in maps)
         self.tier = make_tier(_PoolBytes(self._pools, self._sizes)) if make_tier else None
         self._slots: dict[int, Slot] = {}
+        encoder = None if info.encoder is None else _ScriptedEncoder(info.encoder)
+        self._inserts = InsertTable(encoder)
 
     def prepare(self, request: Request) -> "Future[Any] | None":
         check_no_adapter(request)
+        self._inserts.prepare(request)
         return self._grammars.prepare(request) if self._grammars else None
 
     def release(self, request_id: RequestId) -> None:
+        self._inserts.release(request_id)
         if self._grammars:
             self._grammars.release(request_id)
 
@@ -205,6 +246,7 @@ class ScriptedExecutor:
             constraints = table.constraints(sampling_slots)
             violated = table.advance(sampling_slots, [ids[-1] for ids in sampled], constraints)
             failed = dict.fromkeys(violated, FinishReason.ERROR)
+        encoded, encoding_s = self._inserts.encode(batch)
         return CompletedStep(
             SampledTokens(
                 step=batch.step,
@@ -217,6 +259,8 @@ class ScriptedExecutor:
                     for row, (slot_id, ids) in enumerate(zip(sampling_slots, sampled, strict=True))
                     if len(ids) > 1
                 },
+                encoded=encoded,
+                encoding_s=encoding_s,
             )
         )
 
@@ -227,6 +271,7 @@ class ScriptedExecutor:
         self._next_step_s = max(self._next_step_s, now_s) + self._step_s
 
     def _apply(self, batch: ScheduledBatch) -> None:
+        self._inserts.drop(batch)
         for assignment in batch.assignments:
             self._slots[assignment.slot] = Slot(assignment)
             if self._grammars:
@@ -255,12 +300,20 @@ class ScriptedExecutor:
 
     def _write(self, slot: Slot, start: int, num_tokens: int) -> None:
         """As a forward pass writes keys and values: each depends on all positions before it."""
+        end = start + num_tokens
+        for each in slot.inserts:
+            if each.start < end and start < each.end:
+                self._inserts.rows_of(each)
+                assert not each.is_whole or (start <= each.start and each.end <= end), (
+                    "in one chunk"
+                )
         for group, pool in enumerate(self._pools[: len(self._groups)]):
             for position in range(start, start + num_tokens):
                 before = pool.digests[self._place(slot, position - 1, group)] if position else 0
                 place = self._place(slot, position, group)
-                pool.ids[place] = slot.token_ids[position]
-                pool.digests[place] = mix(before, slot.token_ids[position] + 1)
+                token_id = slot.shown.get(position, slot.token_ids[position])
+                pool.ids[place] = token_id
+                pool.digests[place] = mix(before, token_id + 1)
 
     def _advance(self, slot: Slot, start: int, end: int, copies: Mapping[int, int]) -> None:
         """As a recurrence changes a sequence's state, and copies are made of it on the way. copies:
@@ -274,7 +327,8 @@ class ScriptedExecutor:
         assert lengths[own] == start, f"the state is that of {lengths[own]} tokens, not {start}"
         for position in range(start, end):
             lengths[own] = position + 1
-            digests[own] = mix(digests[own], slot.token_ids[position] + 1)
+            token_id = slot.shown.get(position, slot.token_ids[position])
+            digests[own] = mix(digests[own], token_id + 1)
             if (state := copies.get(position + 1)) is not None:
                 lengths[state], digests[state] = lengths[own], digests[own]
 

@@ -134,6 +134,7 @@ def serve(
         step_model=step_model,
         num_cohorts=info.pipeline_parallel_size,
         drafter=_drafter(config, info, step_model),
+        encoder=info.encoder_costs,
     )
     if executor.tier is not None:
         _log_what_loading_takes(executor.tier, step_model, info)

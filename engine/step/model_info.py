@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.engine.config import GpuWay
 from penstock.scheduler.drafts.limits import DraftLimits
 from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup, StateGroup
+from penstock.scheduler.inserts import EncoderCosts
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts, AttentionGroup
 
@@ -38,7 +39,7 @@ class EncoderInfo:
     weight_bytes: of its own weights, which are not among the model's. flops_per_patch: of its
     linear layers; flops_per_pair: of its attention, of a patch to another. bytes_per_token: of the
     rows that it makes, with all that is added to later layers. max_patches: of one insert.
-    is_whole: see `Insert`.
+    is_whole: see `Insert`. cache_bytes: for rows that are kept.
     """
 
     weight_bytes: int
@@ -47,6 +48,7 @@ class EncoderInfo:
     bytes_per_token: int
     max_patches: int
     is_whole: bool = False
+    cache_bytes: int = 256 << 20
 
     def operations(self, num_patches: int) -> int:
         """Of an insert of so many patches, each of which attends to all."""
@@ -178,6 +180,15 @@ class ModelInfo:
             for num, group in zip(num_blocks, self.attention, strict=True)
         ]
         return (*groups, *states)
+
+    @property
+    def encoder_costs(self) -> EncoderCosts | None:
+        """For the scheduler; None where there is no encoder."""
+        if self.encoder is None:
+            return None
+        flops = self.measured_flops_per_s or self.peak_flops_per_s
+        operation_s = 1 / flops if flops else 0.0
+        return EncoderCosts(self.encoder.bytes_per_token, self.encoder.cache_bytes, operation_s)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

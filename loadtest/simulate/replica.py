@@ -81,6 +81,7 @@ class Replica:
             step_model=live,
             num_cohorts=info.pipeline_parallel_size,
             drafter=_drafter(server.drafts, live, seed or 0),
+            encoder=info.encoder_costs,
         )
         # Requests on their way, in order of arrival. What comes later may not be among them yet.
         self._coming: deque[Request] = deque()

@@ -12,6 +12,7 @@ from math import ceil
 
 from penstock.scheduler.cache.sequence import Sequence as Running
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.inserts import SLICE_S
 from penstock.scheduler.stats import StepClass, StepWork, expected_work
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
@@ -49,7 +50,7 @@ class Ahead:
     computed before its own; prompt_positions: the sum of their positions. num_waiting: sequences
     that get a slot before it. num_blocks: that these and it need of each group of layers.
     num_slots, num_free_blocks: free now, the blocks of each group. has_prefills: the step that runs
-    computes prompts."""
+    computes prompts. encoding_s: what it takes to encode the inserts of all these and its own."""
 
     decoding: Collection[Running]
     prompt_tokens: int
@@ -59,6 +60,7 @@ class Ahead:
     num_slots: int
     num_free_blocks: Sequence[int]
     has_prefills: bool
+    encoding_s: float = 0.0
 
 
 def forecast_ttft_s(
@@ -100,7 +102,10 @@ def forecast_ttft_s(
     num_until_room = _steps_until_room(ahead, lengths) * num_cohorts
     room_s = num_until_room * (step_s if total > chunk else decode_s)
     before_s = max(ahead.prompt_tokens / chunk * step_s, room_s)
-    return rest_s + before_s + own_s + (num_cohorts - 1) * step_s
+    # Beside decodes, encoding has a slice of each step, and the decodes are in between.
+    slice_s = SLICE_S if target_s is None else max(target_s - decode_s, SLICE_S / 10)
+    encoding_s = ahead.encoding_s * (1 + decode_s / slice_s)
+    return rest_s + before_s + own_s + encoding_s + (num_cohorts - 1) * step_s
 
 
 def _middle_chunk(budget: ChunkBudget, total: int, middle: int, max_tokens: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from penstock.scheduler.cache.sequence import Sequence
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.policy.forecast import Ahead, AnswerLengths, forecast_ttft_s, prefill_s
+from penstock.scheduler.stats import class_of
 from penstock.scheduler.step_model.chunk_budget import ChunkBudget, chunk_budget
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.types import FinishReason, Request
@@ -46,17 +47,38 @@ class Targets:
     # How much they allow.
 
     def chunk_budget(
-        self, batch: Batch, max_tokens: int, enough: float, num_running: int
+        self,
+        batch: Batch,
+        max_tokens: int,
+        enough: float,
+        num_running: int,
+        share: float = 1.0,
     ) -> ChunkBudget:
-        """Says how much of prompts a step may run whose decodes are planned."""
+        """Says how much of prompts a step may run whose decodes are planned. share: of what these
+        leave of a target."""
         target_s = self._step_target_s(num_running)
         if target_s is None or self._step_model is None or not batch.num_decodes:
             return ChunkBudget(max_tokens, enough)
         windows = [group.window for group in self._step_model.served.attention]
         decodes = work_of(batch, windows)
+        if share < 1.0 and (left_s := self.left_s(batch, num_running)):
+            target_s -= (1 - share) * left_s
         return chunk_budget(
             self._step_model, target_s, max_tokens=max_tokens, enough=enough, decodes=decodes
         )
+
+    def left_s(self, batch: Batch, num_running: int) -> float | None:
+        """What a step as it is planned leaves of the target, or a quarter of that while nothing is
+        known of the time; None without a target or where nobody waits for a token."""
+        target_s, live = self._step_target_s(num_running), self._step_model
+        if target_s is None or live is None or not batch.num_decodes:
+            return None
+        work = work_of(batch, [group.window for group in live.served.attention])
+        kind = class_of(work)
+        expected, step_s = live.expected(kind), live.predict(live.served.amounts(work), kind)
+        if expected is None or step_s is None:
+            return target_s / 4
+        return max(0.0, target_s - expected.tail * step_s)
 
     def compute_s(self, start: int, end: int) -> float | None:
         """See `prefill_s`; None without a step model too."""

@@ -30,9 +30,10 @@ class ChunkBudget:
         self._spare = max(0, max_tokens - enough)
         self.is_spent = max_tokens <= 0
 
-    def take(self, start: int, num_wanted: int) -> int:
-        """Spends as many of a prompt's tokens from `start` on as fit, and returns how many."""
-        num_tokens = min(num_wanted, self.most(start))
+    def take(self, start: int, num_wanted: int, least: int = 0) -> int:
+        """Spends as many of a prompt's tokens from `start` on as fit, or as `least`, and returns
+        how many."""
+        num_tokens = max(min(num_wanted, self.most(start)), least)
         self.spend(start, num_tokens)
         self.is_spent = num_tokens < num_wanted or self.tokens_left <= self._spare
         return num_tokens

@@ -3,17 +3,21 @@ ends twice."""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.engine.executors.scripted import shown_id
+from penstock.engine.step.model_info import EncoderInfo
 from penstock.scheduler.cache.sequence import Sequence, Status
 from penstock.scheduler.config import Batching, Policy, SchedulerConfig
+from penstock.scheduler.errors import ImageTooLarge
 from penstock.scheduler.groups import KVGroup
 from penstock.scheduler.policy.fairness import FairQueue
-from penstock.scheduler.types import FinishReason, Pooling, Request, ScheduledBatch
+from penstock.scheduler.types import FinishReason, Insert, Pooling, Request, ScheduledBatch
 from tests.support.drafting import Adversary, EveryDraft, Oracle, OracleProposer
 from tests.support.scheduling import Driver, make_request, run_alone
 
@@ -25,6 +29,20 @@ SOURCES: list[Callable[[], Oracle] | None] = [
     Adversary,
     *(partial(kind, share) for kind in (Oracle, OracleProposer) for share in (0.0, 0.5, 1.0)),
 ]
+
+
+def inserts_of(images: list[tuple[int, int, int, bool]], num_tokens: int) -> tuple[Insert, ...]:
+    """Those that fit a prompt and do not overlap. images: start, tokens, name, whether whole."""
+    inserts: list[Insert] = []
+    for start, num, name, is_whole in sorted(images):
+        end = inserts[-1].end if inserts else 0
+        if end <= start and start + num <= num_tokens:
+            # Equal digests are read alike.
+            digest = bytes([name, num, is_whole]) * 5 + b"."
+            inserts.append(
+                Insert(*(start, num, digest, (1, 1, num)), operations=name % 4, is_whole=is_whole)
+            )
+    return tuple(inserts)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -40,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 0, 1, 2, 5, 40]),
         num_cohorts=st.sampled_from([1, 1, 2, 3]),
         source=st.sampled_from(SOURCES),
+        cache_bytes=st.sampled_from([0, 40, 1000]),
         num_in_flight=st.integers(1, 3),
         data=st.data(),
     )
@@ -54,9 +73,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states: int,
         num_cohorts: int,
         source: Callable[[], Oracle] | None,
+        cache_bytes: int,
         num_in_flight: int,
         data: st.DataObject,
     ) -> None:
+        self.encoder = EncoderInfo(
+            weight_bytes=0,
+            flops_per_patch=1,
+            flops_per_pair=0,
+            bytes_per_token=4,
+            max_patches=9,
+            cache_bytes=cache_bytes,
+        )
         # A snapshot is of a number of tokens that is known when its step is scheduled: in a
         # pipeline, where a sequence is in one step at a time, it is.
         is_ahead = num_cohorts == 1 and num_in_flight > 1
@@ -95,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafter=drafter,
             propose=propose,
             num_in_flight=max(num_in_flight, num_cohorts),
+            encoder=self.encoder,
         )
         self.ids_of: dict[bytes, list[int]] = {}
         self.note_what_is_hashed()
@@ -112,6 +141,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         salt=st.sampled_from(["", "x"]),
         is_ready=st.sampled_from([True, True, False]),
+        images=st.lists(
+            st.tuples(
+                st.integers(0, 25), st.integers(1, 9), st.sampled_from(b"abc"), st.booleans()
+            ),
+            max_size=3,
+        ),
     )
     def add(
         self,
@@ -125,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         temperature: float,
         salt: str,
         is_ready: bool,
+        images: list[tuple[int, int, int, bool]],
     ) -> None:
         name = str(len(self.requests))
         request = make_request(
@@ -141,14 +177,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=(7, 11, 13),
             num_prompt_logprobs=num_prompt_logprobs,
             pooling=pooling,
+            inserts=inserts_of(images, len(prompt)),
         )
+        refused = ImageTooLarge if self.is_too_large(request) else ()
+        try:
+            self.driver.add(request, is_ready=is_ready)
+        except refused:
+            return
+        assert not refused
         self.requests[name] = request
-        if self.drafts:
+        if self.drafts and not (request.inserts and isinstance(self.drafts, OracleProposer)):
             alone = self.alone(request)
             self.drafts.learn(request, [alone.tokens[name, index] for index in range(n)])
-        self.driver.scheduler.add(request, is_ready=is_ready)
         if is_ready:
             self.ready.add(name)
+
+    def is_too_large(self, request: Request) -> bool:
+        config, whole = self.driver.config, [each for each in request.inserts if each.is_whole]
+        rooms = [config.max_step_tokens - config.max_num_seqs + 1]
+        for window, kv in zip(self.windows, self.driver.scheduler._kv.blocks, strict=True):
+            if window is not None:
+                rooms.append((kv.num_blocks - 2) * BLOCK_SIZE - window)
+        return any(each.num_tokens > min(rooms) for each in whole)
 
     def alone(self, request: Request) -> Driver:
         return run_alone(
@@ -156,6 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             windows=self.windows,
             num_states=8 * bool(self.num_states),
+            encoder=replace(self.encoder, cache_bytes=1 << 20),
         )
 
     @precondition(lambda self: self.requests)
@@ -182,6 +233,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_full_blocks(sequence)
             for at, digest in enumerate(sequence.block_digests):
                 ids = sequence.token_ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]
+                for each in sequence.request.inserts:
+                    for position in range(each.start, each.end):
+                        if position // BLOCK_SIZE == at:
+                            ids[position % BLOCK_SIZE] = shown_id(each, position)
                 assert self.ids_of.setdefault(digest, ids) == ids
 
         kv.cache_full_blocks = note  # type: ignore[method-assign]
@@ -308,6 +363,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.ready.issuperset(self.driver.scheduler.running_ids)
 
     @invariant()
+    def the_executor_has_what_is_kept_and_nothing_else(self) -> None:
+        if not hasattr(self, "driver") or self.driver.launched:
+            return
+        inserts, table = self.driver.scheduler._inserts, self.driver.executor._inserts
+        assert inserts is not None
+        rows, begun = {*table._rows}, {*table._encodings}
+        assert rows >= {*inserts._kept}
+        assert rows | begun <= {*inserts._kept, *inserts._begun, *inserts._dropped}
+
+    @invariant()
     def no_answer_ends_twice(self) -> None:
         if hasattr(self, "driver"):
             assert all(len(finishes) == 1 for finishes in self.driver.finishes.values())
@@ -324,6 +389,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             driver.collect()
         driver.run()
         assert driver.scheduler.num_waiting == 0
+        inserts = driver.scheduler._inserts
+        assert inserts is not None and not (inserts._begun or inserts._open or inserts._needed)
         assert not any(kv.num_used for kv in driver.scheduler._kv.groups)
         for name, request in self.requests.items():
             alone = self.alone(request)

@@ -2,12 +2,14 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from penstock.engine.executors.scripted import scripted_info
 from penstock.engine.memory.pool.kv_memory import KVMemory
 from penstock.engine.memory.tiers.disk_tier import BlockMemory, DiskTier
 from penstock.engine.memory.tiers.host_tier import HostTier
 from penstock.engine.step.executor import PendingTokens
+from penstock.engine.step.model_info import EncoderInfo
 from penstock.scheduler.cache.group_cache import GroupCache
 from penstock.scheduler.cache.kv_events import KVEvents
 from penstock.scheduler.config import SchedulerConfig
@@ -115,6 +117,7 @@ class Driver:
         drafter: Drafter | None = None,
         propose: OracleProposer | None = None,
         num_in_flight: int | None = None,
+        encoder: EncoderInfo | None = None,
     ) -> None:
         """kept: where the pool is, else. windows, more_blocks,
         num_states: of groups of layers. make_tier: of one without threads. propose: for a draft
@@ -132,6 +135,7 @@ class Driver:
             more_blocks=more_blocks,
             num_states=num_states,
         )
+        info = replace(info, encoder=encoder)
         self.executor = ProposingExecutor(
             info, propose, paranoid=True, kept=kept, make_tier=make_tier
         )
@@ -146,6 +150,7 @@ class Driver:
             events=events,
             num_cohorts=num_cohorts,
             drafter=drafter,
+            encoder=self.executor.info.encoder_costs,
         )
         self.num_in_flight = num_in_flight or num_cohorts
         self.launched: deque[PendingTokens] = deque()
@@ -161,6 +166,11 @@ class Driver:
     def kv(self) -> GroupCache:
         """Of the first group."""
         return self.scheduler._kv.blocks[0]
+
+    def add(self, request: Request, *, is_ready: bool = True) -> None:
+        """One that may have inserts."""
+        self.scheduler.add(request, is_ready=is_ready)
+        self.executor.prepare(request)
 
     def launch(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule(self.now)
@@ -208,6 +218,7 @@ def run_alone(
     max_model_len: int = 128,
     windows: tuple[int | None, ...] = (None,),
     num_states: int = 0,
+    encoder: EncoderInfo | None = None,
 ) -> Driver:
     """The request in an engine of its own, with room for everything, to its end."""
     more_blocks = (1024,) * (len(windows) - 1)
@@ -217,8 +228,9 @@ def run_alone(
         windows=windows,
         more_blocks=more_blocks,
         num_states=num_states,
+        encoder=encoder,
     )
-    driver.scheduler.add(request)
+    driver.add(request)
     driver.run()
     return driver
 
