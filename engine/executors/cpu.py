@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.drafting.proposer import MakeProposer, Proposer, ProposingRow
+from penstock.engine.encoders.inputs import with_inserts
+from penstock.engine.encoders.inserts import InsertTable
 from penstock.engine.executors.awaited_ids import AwaitedIds, StepIds
 from penstock.engine.executors.loaded_model import LoadedModel
 from penstock.engine.memory.tiers.disk_tier import DiskTier
@@ -30,7 +32,14 @@ from penstock.engine.sampling.sampler import Draw, Sampler, failed_rows
 from penstock.engine.sampling.verify import DraftedRow, sample_drafted
 from penstock.engine.step.executor import block_copies
 from penstock.engine.step.model_input import ModelInput, build_model_input
-from penstock.scheduler.types import PromptOutput, Request, RequestId, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import (
+    Insert,
+    PromptOutput,
+    Request,
+    RequestId,
+    SampledTokens,
+    ScheduledBatch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +88,15 @@ class CpuExecutor:
         self._prompt_lengths = [0] * max_num_seqs
         self._awaited = AwaitedIds()  # where this rank is not rank 0
         self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.draw)
+        self._inserts = InsertTable(loaded.encoder)
+        self._inserts_of: dict[int, tuple[Insert, ...]] = {}  # by slot, where there are any
         self._prompts = PromptReader(info.vocab_size, self._model.logits)
         self._proposer: Proposer | None = None
         if loaded.make_proposer is not None:
             self._proposer = loaded.make_proposer(self._token_table, self._group_tables[0])
 
     def prepare(self, request: Request) -> "Future[Any] | None":
+        self._inserts.prepare(request)
         self.adapters.prepare(request)
         return self._grammars.prepare(request)
 
@@ -94,6 +106,7 @@ class CpuExecutor:
             return
         self._grammars.release(request_id)
         self.adapters.release(request_id)
+        self._inserts.release(request_id)
 
     def execute(self, batch: ScheduledBatch) -> "_LaunchedStep":
         self._steps_in_flight.launch()
@@ -110,6 +123,9 @@ class CpuExecutor:
         with torch.inference_mode(), self._pipeline.in_step(batch.step):
             self._apply(batch)
             sampled = self._computed(batch)
+            if batch.encodes:
+                encoded, encoding_s = self._inserts.encode(batch)
+                sampled = sampled._replace(encoded=encoded, encoding_s=encoding_s)
         if self._has_stages:
             computed_s = self._pipeline.computed_s / self._pipeline.num_stages
             sampled = sampled._replace(computed_s=computed_s)
@@ -135,6 +151,7 @@ class CpuExecutor:
 
     def _apply(self, batch: ScheduledBatch) -> None:
         """Updates the tables, in the order that `ScheduledBatch` states."""
+        self._inserts.drop(batch)
         for assignment in batch.assignments:
             slot, token_ids, num_prompt_tokens, _, sampling, seed, *_ = assignment
             self._token_table[slot, : len(token_ids)] = self._tensor(token_ids)
@@ -145,6 +162,9 @@ class CpuExecutor:
             if self._has_output_layer:
                 self._prompts.assign(assignment)
             self.adapters.assign(assignment)
+            self._inserts_of.pop(slot, None)
+            if assignment.inserts:
+                self._inserts_of[slot] = assignment.inserts
             if self._is_follower:
                 continue
             self._sampler.assign(slot, sampling, seed)
@@ -272,6 +292,8 @@ class CpuExecutor:
         outputs of prompts."""
         block_size = self.info.block_size
         step = self._build_input(batch, self._token_table, self._block_tables, block_size)
+        if self._inserts_of:
+            step = with_inserts(step, batch, self._inserts_of, self._inserts.rows_of)
         if adapters := self.adapters.runs(batch, step.query_starts):
             step = replace(step, adapters=adapters)
         if self._proposer is not None and (room := self._proposer.room(batch)) is not None:

@@ -146,6 +146,7 @@ class CpuLoading(DecoderLoading):
                 kv_pool=size.num_bytes(self.pools),
                 adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
                 drafts=self._draft_bytes() if info.takes_drafts else None,
+                encoder=None if info.encoder is None else info.encoder.cache_bytes,
                 pool_notes=pool_notes(size, self.pools),
             ),
         )

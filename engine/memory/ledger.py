@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 # The order of the lines in the log.
 _LINES = (
-    *("weights", "adapters", "kv_pool", "draft_model", "drafts", "activations"),
+    *("weights", "encoder", "adapters", "kv_pool", "draft_model", "drafts", "activations"),
     *("graphs", "staging"),
     *("others", "free", "total"),
 )
@@ -28,7 +28,8 @@ class Ledger:
     has it from the start, and a processor takes it as they are loaded. activations: the most that a
     step needs besides the rest. drafts: what a step keeps of drafts in recurrent layers, until it
     is known which are right, at most. staging: of blocks on their way to the host's memory and
-    back. draft_model: its weights, and its keys and values. None: not measured on this device, or
+    back. draft_model: its weights, and its keys and values. encoder: of images, the most of
+    its rows that are kept; its weights are among the others. None: not measured on this device, or
     not a part of it. pool_notes: what the pools have.
     """
 
@@ -42,12 +43,13 @@ class Ledger:
     graphs: int | None = None
     staging: int | None = None
     draft_model: int | None = None
+    encoder: int | None = None
     pool_notes: str = ""
 
     @property
     def free(self) -> int:
         parts = (self.others, self.weights, self.kv_pool, self.adapters, self.activations)
-        more = (self.drafts, self.graphs, self.staging, self.draft_model)
+        more = (self.drafts, self.graphs, self.staging, self.draft_model, self.encoder)
         return self.total - sum(part or 0 for part in (*parts, *more))
 
     def log(self) -> None:
