@@ -215,7 +215,7 @@ class EngineLoop:
         executed_s = 0.0 if self._info.runs_ahead else self._clock() - executing_s
         work = self._count(batch)  # after the launch, so that a device does not wait for it
         amounts, predicted_s = None, None
-        if self._step_model:
+        if self._step_model and batch.slots:
             amounts = self._info.amounts(work)
             predicted_s = self._step_model.predict(amounts, class_of(work))
         return _Launched(batch.step, pending, work, amounts, predicted_s, started_s, executed_s)
@@ -253,6 +253,7 @@ class EngineLoop:
             predicted_s=launched.predicted_s,
             computed_s=sampled.computed_s,
             proposing_s=sampled.proposing_s,
+            encoding_s=sampled.encoding_s,
         )
         self._send(report)
         self._learn(launched, report.device_s, host_s, was_idle=was_idle)
@@ -260,7 +261,7 @@ class EngineLoop:
     def _learn(self, launched: _Launched, wait_s: float, host_s: float, *, was_idle: bool) -> None:
         """After the report, so that nobody waits for it."""
         runs_ahead = self._info.runs_ahead
-        if self._step_model is None or launched.amounts is None:
+        if self._step_model is None or launched.amounts is None or not launched.work.num_sequences:
             return
         if runs_ahead and was_idle:
             return  # nothing ran while it was launched, unlike in the steps after it

@@ -12,7 +12,7 @@ from penstock.engine.process.phases import LoadProgress
 from penstock.engine.step.model_info import LoadedAdapter, ModelInfo
 from penstock.scheduler.batch import StepOutputs
 from penstock.scheduler.stats import SchedulerStats, StepWork
-from penstock.scheduler.types import Request, RequestId, ResumedAnswer, Started
+from penstock.scheduler.types import Insert, Request, RequestId, ResumedAnswer, Started
 
 
 def new_request_id(caller: str) -> RequestId:
@@ -36,6 +36,7 @@ class OtherPrompt(msgspec.Struct, array_like=True, frozen=True):
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     resumed: tuple[ResumedAnswer, ...] | None = None
+    inserts: tuple[Insert, ...] = ()
 
 
 class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
@@ -53,7 +54,7 @@ class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
         return cls(
             first,
             [
-                OtherPrompt(r.id, r.prompt_token_ids, r.sampling.max_tokens, r.resumed)
+                OtherPrompt(r.id, r.prompt_token_ids, r.sampling.max_tokens, r.resumed, r.inserts)
                 for r in others
             ],
         )
@@ -73,6 +74,7 @@ class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
                     prompt_token_ids=other.prompt_token_ids,
                     sampling=sampling,
                     resumed=other.resumed,
+                    inserts=other.inserts,
                 )
             )
 
@@ -152,7 +154,7 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     then, without waiting for commands: scheduling, launching, reporting. predicted_s: what
     wait_s and host_s together were expected to be when the step was launched; None as long as
     nothing was known of such steps. computed_s: see `SampledTokens`; the rest of step_s is the
-    pipeline's bubble. proposing_s: see there too; it is a part of wait_s.
+    pipeline's bubble. proposing_s, encoding_s: see there too; they are parts of wait_s.
     A report of step 0 stands for no step: it carries the final outputs of aborted answers.
     """
 
@@ -170,11 +172,14 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     predicted_s: float | None = None
     computed_s: float | None = None
     proposing_s: float = 0.0
+    encoding_s: float = 0.0
 
     @property
     def device_s(self) -> float:
-        """The part of wait_s in which a stage neither waited for others nor proposed drafts."""
-        return (self.wait_s if self.computed_s is None else self.computed_s) - self.proposing_s
+        """The part of wait_s in which a stage computed the step's rows: it neither waited for
+        others, nor proposed drafts, nor encoded images."""
+        computed_s = self.wait_s if self.computed_s is None else self.computed_s
+        return computed_s - self.proposing_s - self.encoding_s
 
 
 class RatesMeasured(msgspec.Struct, tag=True, frozen=True):

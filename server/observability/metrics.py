@@ -56,6 +56,10 @@ _SCHEDULER_COUNTERS = {
     "invalid_logits": "Answers ended with an error because the model's logits were NaN or infinite",
     "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "encoder_queries": "Images of requests that began to run",
+    "encoder_hits": "Images of these that were not encoded for them: the prefix cache had them, or "
+    "an equal one's rows were there",
+    "encoder_seconds": "Time in which images were encoded",
     "prefix_stateless_tokens": "Prompt tokens whose keys and values were found, but no recurrent "
     "state after them",
 }

@@ -110,7 +110,7 @@ class StepRecord:
         self._samples.warm_up()
 
     def on_step(self, report: StepReport) -> None:
-        if not report.step:
+        if not report.step or not report.work.num_sequences:
             return
         self._num_steps += 1
         was_idle = report.started_s > self._last_end_s

@@ -41,6 +41,8 @@ _VLLM_NAMES = {
     "preemptions": "num_preemptions",
     "prefix_query_tokens": "prefix_cache_queries",
     "prefix_hit_tokens": "prefix_cache_hits",
+    "encoder_queries": "mm_cache_queries",
+    "encoder_hits": "mm_cache_hits",
     "requests": "request_success",
     "lora_requests_info": "lora_requests_info",
     "spec_decode_drafts": "spec_decode_num_drafts",
