@@ -53,7 +53,7 @@ from penstock.scheduler.types import (
 
 HIDDEN_SIZE = 16  # numbers in an embedding
 _ENCODER = EncoderInfo(
-    weight_bytes=0, flops_per_patch=1, flops_per_pair=0, bytes_per_token=0, max_patches=1 << 16
+    weight_bytes=0, flops_per_patch=0, flops_per_pair=0, bytes_per_token=0, max_patches=1 << 16
 )
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
