@@ -14,10 +14,13 @@ from tests.support.interpreter_operators import hasten_operators
 
 
 def hasten_interpreter() -> None:
-    """Does nothing where Triton has not been imported."""
+    """Does nothing where Triton's interpreter has not been imported, nor a second time."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     names = ("_patch_lang", "_LangPatchScope", "_patch_builtin", "_get_np_dtype")
-    if interpreter is not None and all(hasattr(interpreter, name) for name in names):
+    if interpreter is None or hasattr(interpreter, "is_hastened"):
+        return
+    if all(hasattr(interpreter, name) for name in names):
+        interpreter.is_hastened = True  # type: ignore[attr-defined]
         if hasattr(interpreter.interpreter_semantic, "make_tensor"):  # since 3.7
             hasten_operators(interpreter)
         _patch_once(interpreter)

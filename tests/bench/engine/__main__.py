@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.engine.config import AttentionBackend, Dtype, Quantization
 from penstock.scheduler.errors import InvalidConfig, PenstockError
+from tests.support.interpreter import hasten_interpreter
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,6 +55,9 @@ def _run(args: argparse.Namespace) -> None:
             )
         # Before a kernel is imported: Triton then runs it in its interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
+        import triton.runtime.interpreter  # noqa: F401
+
+        hasten_interpreter()
     if args.enforce_eager:
         from tests.bench.engine.timing import time_without_graphs
 

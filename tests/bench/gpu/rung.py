@@ -35,6 +35,7 @@ from tests.bench.engine.kernels import GROUPS
 from tests.bench.engine.timing import compute_dtype, relative_error, report, the_device, tolerance
 from tests.bench.gpu.rungs import RUNGS
 from tests.bench.gpu.small_model import SmallModel, compare, two_layers
+from tests.support.interpreter import hasten_interpreter
 from tests.support.sampling_ways import WAYS
 
 _EPS = 1e-5
@@ -299,6 +300,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="the same code at toy sizes")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs")
     args = parser.parse_args(argv)
+    hasten_interpreter()
     if not torch.cuda.is_available() and not args.tiny:
         print("torch finds no GPU here; --tiny runs the same code on the CPU", file=sys.stderr)
         return 1
