@@ -60,10 +60,10 @@ build/packers:
 		--platform manylinux_2_17_x86_64 auto-gptq==0.7.1
 
 # GGUF files of llama.cpp's own converter, answered by its server and by Penstock. It is installed first,
-# into build/peers, which takes five minutes; then two.
+# into build/peers, which takes five minutes; then four.
 test-llama: .venv/installed-dev
 	$(BIN)/python -m tests.bench.peers install --peer llama
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats/test_llama_server.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/formats/test_llama_server.py tests/formats/test_llama_families.py
 
 # What rounding the weights of the demo model costs, beside llama.cpp's Q8_0 and Q4_K_M: a table of docs/serving.md.
 # And what rounding activations beside codes costs: a table of docs/quantized.md. Takes six minutes, and five more where llama.cpp is not installed yet.

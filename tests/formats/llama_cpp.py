@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,28 @@ class LlamaServer:
         return ids
 
     def continuation(
-        self, prompt: list[int], max_tokens: int, num_top: int
+        self, prompt: list[int], max_tokens: int, num_top: int, *, banned: Iterable[int] = ()
     ) -> tuple[list[int], list[dict[int, float]]]:
-        """The likeliest ids one after the other, and before each the logprobs of the likeliest."""
+        """The likeliest ids one after the other, and before each the logprobs of the likeliest.
+
+        banned: ids that do not occur in the answer, and whose logprobs are as they are. The server
+        leaves out the logprobs of a token whose text ends within a character (`process_token` in
+        tools/server/server-context.cpp).
+        """
         answer = self._post(
             "/completion",
             prompt=prompt,
             n_predict=max_tokens,
             temperature=0,
             n_probs=num_top,
+            logit_bias=[[token_id, False] for token_id in banned],
+            return_tokens=True,
         )
         steps = answer["completion_probabilities"]
+        ids: list[int] = [step["id"] for step in steps]
+        assert ids == answer["tokens"], "some tokens of the answer have no logprobs"
         tops = [{top["id"]: top["logprob"] for top in step["top_logprobs"]} for step in steps]
-        return [step["id"] for step in steps], tops
+        return ids, tops
 
     def stop(self) -> None:
         self._process.kill()

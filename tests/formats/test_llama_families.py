@@ -15,14 +15,40 @@ from tests.bench.peers.models import convert_to_gguf
 from tests.formats.llama_cpp import HOME, IS_INSTALLED, NOT_INSTALLED, LlamaServer
 from tests.support.gguf_files import WRITTEN
 from tests.support.paths import DEMO_MODEL, STORIES
-from tests.support.tiny_models import MAX_LEN, Harness, make_model, save
+from tests.support.tiny_models import HYBRID_FAMILIES, MAX_LEN, Harness, make_model, save
 
 pytestmark = pytest.mark.skipif(not IS_INSTALLED, reason=NOT_INSTALLED)
 
-# Those that llama.cpp's server does not compute as they are: Mistral's windows, EXAONE 4's but of
-# 64 layers, DeepSeek-V2's groups, of which it takes the best as V3 does, and queries that are no
-# products of latents but of 26, 27 or 48 layers.
-_WITHOUT_SERVER = ("mistral_window", "exaone4", "deepseek_v2", "deepseek_v2_lite", "youtu_direct")
+# The converter leaves out Mistral's window, so that its file is a model without one, and wants a
+# number of experts of every Gemma 4, which the unified one's configuration does not have.
+_NOT_WRITTEN = ("mistral_window", "gemma4_unified_wrapped")
+# llama.cpp's server has EXAONE 4's windows in models of 64 layers alone (src/models/exaone4.cpp),
+# no bias of Qwen3's output projection (src/models/qwen3.cpp), which no published Qwen3 has, groups
+# of experts as V3 has them in DeepSeek-V2 too (`build_moe_ffn` in src/llama-graph.cpp), and queries
+# that are no products of latents in 26, 27 or 48 layers alone (src/models/deepseek2.cpp).
+_WITHOUT_SERVER = ("exaone4", "qwen3_bias", "deepseek_v2", "deepseek_v2_lite", "youtu_direct")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_YARN = {"rope_type": "yarn", "factor": 4.0, "truncate": False, "rope_theta": 150_000.0}
+# What llama.cpp takes to be so, as it is in the published models.
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    # No bias of the output projection (src/models/seed-oss.cpp).
+    "seed_oss": {"attention_out_bias": False},
+    # The last two layers with keys and values have a window and none, and later ones read theirs
+    # (`llama_model::create_memory` in src/llama-model.cpp).
+    "gemma4_small_wrapped": {
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL]
+    },
+    # Keys as wide as values (src/models/qwen35.cpp), and every fourth layer with attention.
+    **{name: {"linear_key_head_dim": 32} for name in HYBRID_FAMILIES},
+    "qwen3_5_narrow": {
+        "linear_key_head_dim": 13,
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, _FULL],
+    },
+    # llama.cpp truncates the bounds of YaRN's ramp (`ggml_rope_yarn_corr_dims` in ggml.c), gpt-oss
+    # does not: here no pair of numbers is between them, in the published ones a few are.
+    "gpt_oss": {"rope_parameters": {**_YARN, "original_max_position_embeddings": 16}},
+}
 # What config.json says in published checkpoints, and not as transformers saves it.
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax"},
@@ -48,7 +74,11 @@ def converted(family: str, folder: Path) -> tuple[Any, Path]:
         pytest.skip("no trained model, whose tokenizer is of Gemma's kind")
     tokenizer, vocab_size = (STORIES, 512) if is_gemma4 else (DEMO_MODEL, 2048)
     vocab_size += len(_OF_GLM) * family.startswith("glm")
-    model = make_model(family, vocab_size=vocab_size, **WRITTEN[family])
+    sizes = {"vocab_size": vocab_size}
+    if is_gemma4:  # llama.cpp has one size for both, as all published Gemma 4 do
+        sizes["vocab_size_per_layer_input"] = vocab_size
+    settings = WRITTEN[family] | _AS_PUBLISHED.get(family, {}) | sizes
+    model = make_model(family, **settings)
     save(model, folder)
     for name in _BYTE_LEVEL:
         shutil.copy(tokenizer / name, folder)
@@ -68,15 +98,20 @@ def converted(family: str, folder: Path) -> tuple[Any, Path]:
     return model, path
 
 
+def without_whole_text(folder: Path) -> list[int]:
+    """The ids that stand for parts of characters, and those that end an answer."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = {index: tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size())}
+    return [index for index, text in texts.items() if not text or not text.isascii()]
+
+
 def logits(path: Path, ids: list[int]) -> torch.Tensor:
     harness = Harness(path, num_sequences=1)
     harness.token_table[0, : len(ids)] = torch.tensor(ids)
     return harness.run([(0, 0, len(ids))])[0]
 
 
-# The converter wants a number of experts of every Gemma 4, and the unified one's configuration has
-# no such key.
-@pytest.mark.parametrize("family", [name for name in WRITTEN if "unified" not in name])
+@pytest.mark.parametrize("family", [name for name in WRITTEN if name not in _NOT_WRITTEN])
 def test_its_logits_are_those_of_the_model_and_of_llama_server(tmp_path: Path, family: str) -> None:
     model, path = converted(family, tmp_path)
     check_gguf(path)
@@ -90,11 +125,13 @@ def test_its_logits_are_those_of_the_model_and_of_llama_server(tmp_path: Path, f
     theirs = LlamaServer(path)
     try:
         theirs.wait_until_ready()
-        answer, tops = theirs.continuation(prompt, MAX_TOKENS, NUM_TOP)
+        banned = without_whole_text(tmp_path)
+        answer, tops = theirs.continuation(prompt, MAX_TOKENS, NUM_TOP, banned=banned)
     finally:
         theirs.stop()
+    assert len(answer) == MAX_TOKENS
     assert len(prompt) + len(answer) <= MAX_LEN
     ours = logits(path, prompt + answer)[len(prompt) - 1 :].log_softmax(-1)
-    for own, top in zip(ours, tops, strict=False):
+    for own, top in zip(ours, tops, strict=False):  # ours has one after the last
         found = {token_id: float(own[token_id]) for token_id in top}
         assert found == pytest.approx(top, abs=TOLERANCE)
