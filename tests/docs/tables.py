@@ -205,10 +205,15 @@ def tested_families() -> str:
     from gguf import MODEL_ARCH_NAMES
 
     from penstock.engine.models.families.families import FAMILIES, WRAPPERS
+    from tests.support.family_formats import IN_CODES, PLAIN_EXPERTS
     from tests.support.gguf_files import ARCHITECTURES
-    from tests.support.tiny_models import tiny_configs
+    from tests.support.tiny_models import made_config, tiny_configs
 
     tested = tiny_configs()
+    in_codes: dict[str, bool] = {}  # with their experts?
+    for each in IN_CODES:
+        kind = made_config(each).get_text_config().model_type
+        in_codes[kind] = in_codes.get(kind, True) and each not in PLAIN_EXPERTS
     rows = []
     for name, family in FAMILIES.items():
         features = frozenset().union(*(config.features for config in tested[name]))
@@ -220,8 +225,10 @@ def tested_families() -> str:
             for computes in (_is_compiled, _has_kernels)
         )
         in_gguf = f"`{MODEL_ARCH_NAMES[ARCHITECTURES[name]]}`" if name in ARCHITECTURES else ""
-        rows.append((_MODELS[name], classes, named, *computed, in_gguf))
-    titles = ("models", "architecture", "flags", "compiled CPU step", "GPU kernels", "GGUF")
+        codes = {True: "yes", False: "but experts", None: "no"}[in_codes.get(name)]
+        rows.append((_MODELS[name], classes, named, *computed, codes, in_gguf))
+    paths = ("compiled CPU step", "GPU kernels", "codes", "GGUF")
+    titles = ("models", "architecture", "flags", *paths)
     return _table(titles, rows)
 
 
