@@ -31,9 +31,9 @@ def rotate_and_store(
 ) -> None:
     """Writes each token's rotated query, and its key and value to their slots in the pool.
 
-    qkv: (T, (num_heads + kv_parts * num_kv_heads) * head_dim). positions: (T,) int32; kv_slots:
-    (T,) int64, as in `ModelInput`. keys, values: one layer of the pool, written if there are
-    kv_parts. query: (T, num_heads, head_dim), written.
+    qkv: (T, (num_heads + kv_parts * num_kv_heads) * head_dim). positions: (T,) int32, rows of
+    cosines and sines; kv_slots: (T,) int64, as in `ModelInput`. keys, values: one layer of the
+    pool, written if there are kv_parts. query: (T, num_heads, head_dim), written.
     Source: Su et al. 2021 (arXiv:2104.09864), in pairs (i, i + rotary_dim / 2).
     """
     num_tokens, num_heads, head_dim = query.shape

@@ -19,6 +19,15 @@ _BLOCK = 256
 _DRAFTED_ROWS = 16
 
 
+class RotaryPositions(NamedTuple):
+    """What tokens are rotated by, where that is not their positions. shifts: (slots,) int32, how
+    much less it is, as an image takes fewer positions than it has tokens; of tokens after the last.
+    of_tokens: (T,) int32, written by what gathers the tokens."""
+
+    shifts: Tensor
+    of_tokens: Tensor
+
+
 def gather_decodes(
     slots: Tensor,
     lengths: Tensor,
@@ -31,6 +40,7 @@ def gather_decodes(
     context_lens: Tensor,
     turn: Tensor | None = None,
     num_turns: int = 1,
+    rotary: RotaryPositions | None = None,
 ) -> None:
     """One token for each of `slots`, (B,) int32: the first that is not yet computed.
 
@@ -43,7 +53,7 @@ def gather_decodes(
         slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
         num_rows, len(lengths) - 1, token_table.stride(0), *block_tables.stride()[:2],
         len(block_tables), kv_slots.stride(0), block_size, turn, num_turns,
-        BLOCK=_BLOCK, num_warps=2,
+        *(rotary or (None, None)), BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
 
@@ -61,6 +71,7 @@ def gather_chunks(
     kv_slots: Tensor,
     context_lens: Tensor,
     decode_lens: Tensor | None = None,
+    rotary: RotaryPositions | None = None,
 ) -> None:
     """The tokens of the sequence in slots[i] from starts[i] on, as many as query_starts gives; of a
     decode, which starts at -1, the first that is not yet computed.
@@ -75,7 +86,7 @@ def gather_chunks(
         slots, starts, query_starts, lengths, token_table, block_tables,
         token_ids, positions, kv_slots, context_lens, decode_lens,
         len(lengths) - 1, token_table.stride(0), *block_tables.stride()[:2], len(block_tables),
-        kv_slots.stride(0), block_size, BLOCK=_BLOCK, num_warps=2,
+        kv_slots.stride(0), block_size, *(rotary or (None, None)), BLOCK=_BLOCK, num_warps=2,
     )  # fmt: skip
 
 
@@ -111,6 +122,7 @@ def gather_drafted(
     context_lens: Tensor,
     turn: Tensor | None = None,
     num_turns: int = 1,
+    rotary: RotaryPositions | None = None,
 ) -> None:
     """The first token of each row that is not yet computed, and its drafts.
 
@@ -122,7 +134,7 @@ def gather_drafted(
     _gather_drafted[(ceil_div(num_rows, _DRAFTED_ROWS),)](
         *rows, lengths, token_table, block_tables, *tokens, kv_slots, context_lens,
         num_rows, token_table.stride(0), *block_tables.stride()[:2], len(block_tables),
-        kv_slots.stride(0), block_size, turn, num_turns,
+        kv_slots.stride(0), block_size, turn, num_turns, *(rotary or (None, None)),
         ROWS=_DRAFTED_ROWS, QUERIES=most_queries, num_warps=2,
     )  # fmt: skip
 
@@ -196,7 +208,7 @@ _DECODE_SIZES = (
 def _gather_decodes(
     slots, lengths, token_table, block_tables, token_ids, positions, kv_slots, context_lens,
     num_rows, num_slots, token_stride, group_stride, table_stride, num_groups, kv_stride,
-    block_size, turn, num_turns, BLOCK: tl.constexpr,
+    block_size, turn, num_turns, shifts, rotary_positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if turn is not None:  # noqa: SIM102  (known at compile time, the other is not)
         if tl.program_id(0) == 0:
@@ -208,6 +220,9 @@ def _gather_decodes(
     token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
     tl.store(token_ids + row, token_id, mask=mask)
     tl.store(positions + row, position, mask=mask)
+    if shifts is not None:
+        shift = tl.load(shifts + slot, mask=mask, other=0)
+        tl.store(rotary_positions + row, position - shift, mask=mask)
     tl.store(context_lens + row, position + 1, mask=mask)
     tl.store(lengths + slot, position + 1, mask=mask & (slot < num_slots))
     entry = block_tables + slot * table_stride + position // block_size
@@ -227,13 +242,13 @@ _CHUNK_SIZES = (
 # aligned ones and again, while serving, for the others.
 @triton.jit(
     do_not_specialize=_CHUNK_SIZES,
-    do_not_specialize_on_alignment=["starts", "query_starts", "positions"],
+    do_not_specialize_on_alignment=["starts", "query_starts", "positions", "rotary_positions"],
 )
 def _gather_chunks(
     slots, starts, query_starts, lengths, token_table, block_tables,
     token_ids, positions, kv_slots, context_lens, decode_lens,
     num_slots, token_stride, group_stride, table_stride, num_groups, kv_stride, block_size,
-    BLOCK: tl.constexpr,
+    shifts, rotary_positions, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
@@ -257,6 +272,9 @@ def _gather_chunks(
     token_id = tl.load(token_table + slot * token_stride + position, mask=mask, other=0)
     tl.store(token_ids + first + index, token_id, mask=mask)
     tl.store(positions + first + index, position, mask=mask)
+    if shifts is not None:
+        target = rotary_positions + first + index
+        tl.store(target, position - tl.load(shifts + slot), mask=mask)
     entry = block_tables + slot * table_stride + position // block_size
     for group in range(0, num_groups):
         wide = tl.cast(group, tl.int64)
@@ -273,7 +291,7 @@ def _gather_chunks(
 def _gather_drafted(
     slots, firsts, counts, drafts, lengths, token_table, block_tables, token_ids, positions,
     token_slots, next_positions, kv_slots, context_lens, num_rows, token_stride, group_stride,
-    table_stride, num_groups, kv_stride, block_size, turn, num_turns,
+    table_stride, num_groups, kv_stride, block_size, turn, num_turns, shifts, rotary_positions,
     ROWS: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     if turn is not None:  # noqa: SIM102  (known at compile time, the other is not)
@@ -293,6 +311,9 @@ def _gather_drafted(
     draft = tl.load(drafts + token, mask=mask & (query > 0), other=0)
     tl.store(token_ids + token, tl.where(query > 0, draft, known), mask=mask)
     tl.store(positions + token, position, mask=mask)
+    if shifts is not None:
+        shift = tl.load(shifts + slot, mask=is_row, other=0)
+        tl.store(rotary_positions + token, position - shift, mask=mask)
     tl.store(token_slots + token, slot.to(tl.int32) + query * 0, mask=mask)
     tl.store(next_positions + token, position + 1, mask=mask)
     entry = block_tables + slot * table_stride + position // block_size

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.engine.step.model_input import InsertedRows
+
 
 class AdapterTiles(NamedTuple):
     """The tokens of a step that have an adapter, in tiles of at most `rows` that share one.
@@ -84,6 +86,12 @@ class DeviceStep:
     with a recurrence, the first entry of a slot's block table is its state; state_tiles: of
     the rows after the decodes, None where there are none, or no such layers. queries: where decodes
     have drafts; all rows are decodes then.
+
+    rotary_positions: (T,) int32, what tokens are rotated by in a model whose images have positions
+    of their own, None for positions. The others are given in steps with chunks of sequences with
+    inserts alone, which are in no graph: inserted, angle_positions, reaches: as of `ModelInput`,
+    reaches int32. angles: cosines and sines of these tokens, (T, head_dim / 2) float32 each, which
+    the model makes of angle_positions; rotary_positions are rows of them then.
     """
 
     token_ids: Tensor
@@ -100,6 +108,22 @@ class DeviceStep:
     adapters: AdapterTiles | None = None
     state_tiles: StateTiles | None = None
     queries: DecodeQueries | None = None
+    rotary_positions: Tensor | None = None
+    inserted: InsertedRows | None = None
+    angle_positions: Tensor | None = None
+    reaches: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def rotations(self) -> Tensor:
+        """(T,) int32: which row of the angles each token has."""
+        return self.positions if self.rotary_positions is None else self.rotary_positions
+
+    def token_ids_or(self, pad_id: int) -> Tensor:
+        """As of `ModelInput`."""
+        if self.inserted is None:
+            return self.token_ids
+        return self.token_ids.index_fill(0, self.inserted.at, pad_id)
 
     @property
     def group_steps(self) -> "list[DeviceStep]":

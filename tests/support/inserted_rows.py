@@ -1,13 +1,14 @@
 """Prompts with inserts of random rows, and what a step needs to know of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.encoders.positions import insert_positions, reaches
-from penstock.engine.step.model_input import InsertedRows, ModelInput
+from penstock.engine.step.model_input import InsertedRows
 from penstock.scheduler.types import Insert
 
 
@@ -49,17 +50,18 @@ class InsertedPrompt:
         return torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, self.places, True)
 
 
-def with_inserts(
-    step: ModelInput,
+def of_inserts(
+    query_starts: Sequence[int],
     rows: Sequence[tuple[int, int, int]],
     prompts: Mapping[int, InsertedPrompt],
-) -> ModelInput:
-    """rows: slot, start and number of tokens of each. prompts: by slot."""
+) -> dict[str, Any]:
+    """The fields of a `ModelInput` about inserts. query_starts: as of it. rows: slot, start and
+    number of tokens of each. prompts: by slot."""
     if not any(slot in prompts for slot, *_ in rows):
-        return step
+        return {}
     at, own, deep, angles, ends = [], [], [], [], []
     has_spans = False
-    for first, (slot, start, count) in zip(step.query_starts, rows, strict=False):
+    for first, (slot, start, count) in zip(query_starts, rows, strict=False):
         end = start + count
         prompt = prompts.get(slot)
         inserts = () if prompt is None else prompt.inserts
@@ -74,9 +76,8 @@ def with_inserts(
             if prompt.deepstack is not None:
                 deep.append(prompt.deepstack[:, here])
     inserted = InsertedRows(torch.cat(own), torch.cat(at), torch.cat(deep, 1) if deep else None)
-    return replace(
-        step,
-        inserted=inserted if len(inserted.at) else None,
-        angle_positions=torch.cat(angles, 1),
-        reaches=torch.cat(ends) if has_spans else None,
-    )
+    return {
+        "inserted": inserted if len(inserted.at) else None,
+        "angle_positions": torch.cat(angles, 1),
+        "reaches": torch.cat(ends) if has_spans else None,
+    }

@@ -32,7 +32,7 @@ from penstock.scheduler.types import (
     SlotAssignment,
     StateSnapshot,
 )
-from tests.support.inserted_rows import InsertedPrompt, with_inserts
+from tests.support.inserted_rows import InsertedPrompt, of_inserts
 
 # As few programs as the interpreter of kernels can be given.
 SMALLEST: dict[str, Any] = {
@@ -561,7 +561,7 @@ class Harness:
         )
         every = torch.arange(sum(counts))
         step = replace(step, sample_rows=every, adapters=runs, num_drafts=num_drafts)
-        step = with_inserts(step, rows, prompts)
+        step = replace(step, **of_inserts(step.query_starts, rows, prompts))
         return list(torch.split(self.model(step, self.pool).clone(), list(counts)))
 
 

@@ -67,9 +67,10 @@ class FlashAttention:
             )
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
-        keys, values, window, sinks = layer
+        keys, values, window, sinks, has_spans = layer
         # `make_attention` refuses a cache in 8 bits, and sinks.
         assert sinks is None and isinstance(keys, Tensor) and isinstance(values, Tensor)
+        assert not has_spans or step.reaches is None, "it has no masks"
         num, chunks = step.num_decodes, self._chunks[step.group]
         # How many keys before and after its own a query sees.
         window_size = (-1, -1) if window is None else (window - 1, 0)

@@ -51,8 +51,9 @@ class FlashPrefill:
 
     @staticmethod
     def takes(step: DeviceStep) -> bool:
-        """Not in a graph, some of whose rows have no tokens: that was not tried on a GPU."""
-        return step.chunk_starts is not None and step.decode_lens is None
+        """Not in a graph, some of whose rows have no tokens: that was not tried on a GPU. Nor where
+        tokens attend to later ones."""
+        return step.chunk_starts is not None and step.decode_lens is None and step.reaches is None
 
     def plan(self, step: DeviceStep) -> None:
         slots = step.slots[step.num_decodes :]
@@ -60,7 +61,7 @@ class FlashPrefill:
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
         """query, out: of the chunks alone."""
-        keys, values, window, _ = layer
+        keys, values, window, *_ = layer
         tables, lens = self._tables[step.group], step.context_lens[step.num_decodes :]
         # How many keys before and after its own a query sees; -1 is all that causality allows.
         left, right = (-1, -1) if window is None else (window - 1, 0)

@@ -159,8 +159,10 @@ class TorchAttention:
             context_lens=step.context_lens.tolist(),
             num_decodes=num,
             sample_rows=query_starts[1:] - 1,
+            reaches=step.reaches,
         )
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
-        keys, values, window, sinks = layer
-        out.copy_(gathered_attention(query, keys, values, self._inputs[step.group], window, sinks))
+        keys, values, window, sinks, has_spans = layer
+        own, reaches = self._inputs[step.group], step.reaches if has_spans else None
+        out.copy_(gathered_attention(query, keys, values, own, window, sinks, reaches))

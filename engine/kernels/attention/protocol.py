@@ -12,13 +12,14 @@ class LayerContext(NamedTuple):
     """All that the tokens of a step attend to in one layer, on a GPU.
 
     keys, values: the layer's part of the pool, this step's tokens already written. window, sinks:
-    as in `gathered_attention`.
+    as in `gathered_attention`. has_spans: whether it reads `DeviceStep.reaches`.
     """
 
     keys: KVPages
     values: KVPages
     window: int | None
     sinks: Tensor | None = None
+    has_spans: bool = False
 
 
 class DeviceAttention(Protocol):

@@ -13,6 +13,7 @@ with the states that they have received.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,7 @@ from penstock.engine.models.parts.tensors import Part, Stack
 from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.ranks.device_pipeline import DevicePipeline
 from penstock.engine.step.device_step import AdapterTiles, DeviceStep
+from penstock.engine.step.model_input import InsertedRows
 
 
 class FusedMixer(Protocol):
@@ -150,6 +152,10 @@ class FusedModel:
         # other stages have alone.
         groups = [self._layers[index].group for index in model.rotary.layers]
         self._num_attention_groups = 1 + max(groups, default=-1)
+        tables = {*model.rotary.layers.values()}
+        # All layers with attention have it, where images have positions of their own.
+        self._angles = next((table for table in tables if table.axes is not None), None)
+        assert self._angles is None or len(tables) == 1, tables
         self._lm_head = fused_linear(model.lm_head)
         inputs = model.per_layer_inputs
         self._inputs = (
@@ -188,7 +194,12 @@ class FusedModel:
         last one's. Writes keys and values. Of a stage after the first, the states of the stage
         before have arrived, and are gone afterwards."""
         model, config = self._model, self._model.config
-        num_tokens = len(step.token_ids)
+        num_tokens, inserted = len(step.token_ids), step.inserted
+        if self._angles is not None and step.angle_positions is not None:
+            found = self._angles.at(step.positions, step.angle_positions)
+            rows = torch.arange(num_tokens, dtype=torch.int32, device=step.positions.device)
+            angles = found.cos.contiguous(), found.sin.contiguous()
+            step = replace(step, angles=angles, rotary_positions=rows)
         steps = step.group_steps
         for each in steps[: self._num_attention_groups]:
             self.attention.plan(each)
@@ -196,15 +207,21 @@ class FusedModel:
             residual = model.embedding.new_empty(num_tokens, config.hidden_size)
             mixed = self._mixed(step, residual)
             first_id = None if model.group is None else model.shard.first_id
-            embed(step.token_ids, model.embedding, residual, self._multiplier, first_id=first_id)
+            ids = step.token_ids_or(0)
+            embed(ids, model.embedding, residual, self._multiplier, first_id=first_id)
             self._summed(residual)
+            if inserted is not None:
+                residual.index_copy_(0, inserted.at, inserted.rows.to(residual.dtype))
         else:
             residual = self._pipeline.arrived(num_tokens)
             mixed = self._mixed(step, residual)
-        if self._fuses and num_tokens <= MAX_ROWS and step.adapters is None:
+        are_plain = step.adapters is None and inserted is None
+        if self._fuses and num_tokens <= MAX_ROWS and are_plain:
             self._fused(steps, residual, mixed)
         else:
-            inputs = None if self._inputs is None else self._inputs(step.token_ids, residual)
+            inputs = None
+            if self._inputs is not None:
+                inputs = self._inputs(step.token_ids_or(self._inputs.pad_id), residual)
             self._one_by_one(steps, residual, mixed, inputs)
         return residual
 
@@ -339,6 +356,24 @@ class FusedModel:
                 add_rms_norm(
                     change, residual, following, eps, normed, post=post, scalar=norms.scalar
                 )
+            if steps[0].inserted is not None:
+                self._deepen(index, steps[0].inserted, residual, following, normed)
+
+    def _deepen(
+        self,
+        index: int,
+        inserted: InsertedRows,
+        residual: Tensor,
+        following: Tensor | None,
+        normed: Tensor,
+    ) -> None:
+        """Adds to the states after a layer, in place, what inserted rows have for it. following,
+        normed: the norm of what reads them next, and its result."""
+        deepened = inserted.added(self._model.stage.layers.start + index, residual)
+        if deepened is not residual:
+            residual.copy_(deepened)
+            if following is not None:
+                rms_norm(residual, following, self._model.config.norm.eps, normed)
 
     def _through_mlp(
         self,

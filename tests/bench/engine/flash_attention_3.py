@@ -76,7 +76,7 @@ class FlashAttention3:
         }
 
     def __call__(self, query: Tensor, layer: LayerContext, step: DeviceStep, out: Tensor) -> None:
-        keys, values, window, sinks = layer
+        keys, values, window, sinks, *_ = layer
         assert window is None and sinks is None
         self._module.flash_attn_varlen_func(query, keys, values, out=out, **self._arguments)
 

@@ -1,7 +1,9 @@
 """The GPU's fused model agrees with transformers, for every family."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'penstock[dev]'")
 
+from penstock.engine.encoders.positions import insert_positions
 from penstock.engine.kernels.attention.paged.attention import PagedAttention
-from penstock.engine.kernels.tables import gather_chunks
+from penstock.engine.kernels.tables import RotaryPositions, gather_chunks
 from penstock.engine.memory.pool.kv_pool import KVPool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.decoder.fused import FusedModel
@@ -20,6 +23,8 @@ from penstock.engine.models.errors import UnsupportedFeature, UnsupportedWeightF
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.weights import Checkpoint
 from penstock.engine.step.device_step import DeviceStep
+from tests.support.image_models import logits_of_transformers, made_prompt
+from tests.support.inserted_rows import InsertedPrompt, of_inserts
 from tests.support.kernels import DEVICE, ON_GPU, error
 from tests.support.tiny_models import (
     BLOCK_SIZE,
@@ -71,6 +76,7 @@ class Model:
             device=DEVICE,
             maps_tables=False,
         )
+        self.has_sections = any(each.rope and each.rope.sections for each in config.attentions)
         windows = config.attention_windows(BLOCK_SIZE)
         pool = KVPool(config.kv_shape, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, DEVICE)
         attention = PagedAttention(windows, NUM_SLOTS, 64, num_sms=1, device=DEVICE, dtype=dtype)
@@ -84,18 +90,35 @@ class Model:
             self.tables[slot, :16] = blocks[16 * index : 16 * index + 16]
         self.tables = self.tables.to(DEVICE)
 
-    def run(self, rows: list[tuple[int, int, int]], num_decodes: int) -> float:
-        """rows: (slot, start, number of tokens). The largest error of any row's last logits."""
+    def run(
+        self,
+        rows: list[tuple[int, int, int]],
+        num_decodes: int,
+        prompts: Mapping[int, InsertedPrompt] = MappingProxyType({}),
+    ) -> float:
+        """rows: (slot, start, number of tokens). prompts: with inserts, by slot. The largest error
+        of any row's last logits."""
         slots, starts, counts = (self._ints(column) for column in zip(*rows, strict=True))
         offsets = self._ints([0, *counts.cumsum(0).tolist()])
         num_tokens, size = int(offsets[-1]), max(row[2] for row in rows)
         token_ids, positions = offsets.new_empty(2, num_tokens).unbind()
         kv_slots, context_lens = token_ids.new_empty(num_tokens).long(), torch.empty_like(slots)
         lengths = offsets.new_zeros(NUM_SLOTS)
+        rotary = None
+        if prompts and self.has_sections:
+            shifts = torch.zeros_like(lengths)
+            for slot, prompt in prompts.items():
+                shifts[slot] = MAX_LEN - insert_positions(prompt.inserts, MAX_LEN, MAX_LEN + 1)[0]
+            rotary = RotaryPositions(shifts, torch.empty_like(positions))
         gather_chunks(
             slots, starts, offsets, lengths, self.tokens.to(DEVICE), self.tables[None], BLOCK_SIZE,
-            size, token_ids, positions, kv_slots[None], context_lens,
+            size, token_ids, positions, kv_slots[None], context_lens, rotary=rotary,
         )  # fmt: skip
+        given: dict[str, Any] = {}
+        if prompts and num_decodes < len(rows):
+            given = of_inserts(offsets.tolist(), rows, prompts)
+            if given["reaches"] is not None:
+                given["reaches"] = self._ints(given["reaches"].tolist())
         starts_of_chunks = offsets[num_decodes:] - num_decodes
         states = self.model(
             DeviceStep(
@@ -107,15 +130,20 @@ class Model:
                 num_decodes=num_decodes,
                 chunk_starts=starts_of_chunks if num_decodes < len(rows) else None,
                 block_tables=self.tables,
+                rotary_positions=None if rotary is None else rotary.of_tokens,
+                **given,
             )
         )
         logits = self.model.logits(states[offsets[1:].long() - 1]).cpu()
         return max(
-            error(row_logits, self._expected(slot, start + count))
+            error(row_logits, self._expected(slot, start + count, prompts.get(slot)))
             for row_logits, (slot, start, count) in zip(logits, rows, strict=True)
         )
 
-    def _expected(self, slot: int, length: int) -> Tensor:
+    def _expected(self, slot: int, length: int, prompt: InsertedPrompt | None) -> Tensor:
+        if prompt is not None:
+            whole = logits_of_transformers(self.oracle, self.tokens[slot, :60].long(), prompt)
+            return whole[length - 1]
         logits: Tensor = self.oracle(self.tokens[slot : slot + 1, :length].long()).logits[0, -1]
         return logits
 
@@ -219,3 +247,26 @@ def test_a_flag_that_no_kernel_computes_is_refused_by_name(
     monkeypatch.setattr(ModelConfig, "from_dir", lambda path: reversed_config(read(path)))
     with pytest.raises(UnsupportedFeature, match="Reversed, which the GPU's fused step"):
         Model("llama2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_vl",
+        pytest.param("gemma3_wrapped", marks=pytest.mark.slow),
+        pytest.param("gemma4_small_wrapped", marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_rows_in_place_of_tokens_agree_with_transformers(family: str, tmp_path: Path) -> None:
+    model = Model(family, tmp_path)
+    hidden = model.oracle.config.get_text_config().hidden_size
+    prompts = {4: made_prompt(family, hidden, seed=9)}
+    tolerance = 5 * MORE_TOLERANCE if family.startswith("gemma4") else MORE_TOLERANCE
+    assert model.run([(4, 0, 33)], num_decodes=0, prompts=prompts) < tolerance
+    # The second image, beside a text.
+    assert model.run([(1, 0, 9), (4, 33, 10)], num_decodes=0, prompts=prompts) < tolerance
+    # A decode after it, beside a chunk, and both as decodes alone, and in chunks of few tokens.
+    assert model.run([(4, 43, 1), (1, 9, 3)], num_decodes=1, prompts=prompts) < tolerance
+    assert model.run([(4, 44, 1), (1, 12, 1)], num_decodes=2, prompts=prompts) < tolerance
+    assert model.run([(4, 45, 3)], num_decodes=0, prompts=prompts) < tolerance

@@ -87,7 +87,8 @@ class PagedAttention:
         if kind.flash is not None and kind.flash.takes(step):
             kind.flash(query[first:], layer, step, out[first:])
         elif (starts := step.chunk_starts) is not None:
-            kind.prefill(query[first:], layer, tables, slots, starts, lens, out[first:])
+            reaches = step.reaches[first:] if layer.has_spans and step.reaches is not None else None
+            kind.prefill(query[first:], layer, tables, slots, starts, lens, out[first:], reaches)
 
     def rotated(
         self,
@@ -99,7 +100,10 @@ class PagedAttention:
     ) -> None:
         """See `RotatingAttention`."""
         decode = self._kind(layer.keys).decode
-        decode(projected, layer, step.block_tables, out, rotation, step.kv_slots)
+        decode(
+            projected, layer, step.block_tables, out, rotation, step.kv_slots,
+            rotary_positions=step.rotary_positions,
+        )  # fmt: skip
 
     def _kind(self, keys: KVPages) -> _Kind:
         return self._kinds[keys.shape[2], keys.shape[3]]

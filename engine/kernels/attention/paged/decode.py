@@ -127,13 +127,15 @@ class PagedDecode:
         rotation: Rotation | None = None,
         kv_slots: Tensor | None = None,
         most_queries: int = 1,
+        rotary_positions: Tensor | None = None,
     ) -> None:
         """Writes out, (T, num_heads, value_dim), of the rows that were planned.
 
         query: (T, num_heads, head_dim). block_tables: (num_slots, max_blocks) int32. rotation: if
         given, query is the projection instead, (T, (num_heads + kv_parts * num_kv_heads) *
         head_dim), and its keys and values are written to kv_slots, (T,) int64; of rows with one
-        query, and not of latents. most_queries: of a row, a power of two.
+        query, and not of latents. most_queries: of a row, a power of two. rotary_positions: as of
+        `DeviceStep`.
         """
         assert rotation is None or most_queries == 1, most_queries
         shape, work, num_rows = self._shape, self._lists[layer.window], len(out)
@@ -145,6 +147,7 @@ class PagedDecode:
             query, *pages, block_tables, work.items, work.first_item, out, self._partial,
             self._lse, self._arrived, layer.sinks, num_rows, block_tables.stride(0),
             layer.window or 0, shape.head_dim**-0.5 * LOG2_E, kv_slots=kv_slots,
+            rotary_positions=rotary_positions,
             **rotation_arguments(rotation, shape.head_dim), ROTATES=rotation is not None,
             **constants, **overlapped(),
             **_options(constants, is_wide=is_wide, is_coded=pages[2] is not None),
@@ -476,7 +479,7 @@ def _store_piece(
 def _decode(
     query, keys, values, key_scales, value_scales, block_tables, items, first_item, out, partial,
     lse, arrived, sinks, num_rows, table_stride, window, scale,
-    kv_slots, cos, sin, query_norm, key_norm, query_factors, eps, angles_stride,
+    kv_slots, rotary_positions, cos, sin, query_norm, key_norm, query_factors, eps, angles_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROTATES: tl.constexpr, ROTARY_DIM: tl.constexpr, KV_PARTS: tl.constexpr,
@@ -512,6 +515,8 @@ def _decode(
         q_rest = None
         if ROTATES:
             position = (context_len - 1).to(tl.int64)
+            if rotary_positions is not None:
+                position = tl.load(rotary_positions + row).to(tl.int64)
             angle = position * angles_stride
             factor = None
             if query_factors is not None:
@@ -550,8 +555,8 @@ def _decode(
             total = tl.where(item == first, 1.0, total)
         for start in range(begin, end, TILE):
             acc, peak, total = attend(
-                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
-                end, window, scale, kv_head, acc, peak, total, True,
+                q, q_rest, query_position, query_position, table, keys, values, key_scales,
+                value_scales, start, end, window, scale, kv_head, acc, peak, total, True,
                 NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         _store_piece(

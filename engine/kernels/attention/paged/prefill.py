@@ -92,11 +92,13 @@ class PagedPrefill:
         query_starts: Tensor,
         context_lens: Tensor,
         out: Tensor,
+        reaches: Tensor | None = None,
     ) -> None:
         """Writes out, (T, num_heads, value_dim), of the tokens of the rows that were planned.
 
         query: (T, num_heads, head_dim); row i has its tokens [query_starts[i], query_starts[i +
-        1]), the last of which is at position context_lens[i] - 1. The rest is as for `PagedDecode`.
+        1]), the last of which is at position context_lens[i] - 1. reaches: (T,) int32, as of
+        `ModelInput`. The rest is as for `PagedDecode`.
         """
         num_rows, kv_heads = len(context_lens), self._constants["NUM_KV_HEADS"]
         tile, pages = self._tile, pointers(layer.keys, layer.values)
@@ -106,7 +108,7 @@ class PagedPrefill:
         most, least = (full + num_rows) * kv_heads, full * kv_heads
         _prefill[(min(most, max(least, self._least_programs)),)](
             query, *pages, block_tables, row_slots, query_starts, context_lens,
-            self._work.items, self._work.first_item, out, layer.sinks, num_rows,
+            self._work.items, self._work.first_item, out, layer.sinks, reaches, num_rows,
             block_tables.stride(0), layer.window or 0, query.shape[2] ** -0.5 * LOG2_E,
             **self._constants, TOKENS=self._tokens_per_tile,
             QUERY_ROWS=max(16, next_power_of_2(self._tokens_per_tile * self._group)),
@@ -153,11 +155,11 @@ def _tile(item, query_starts, context_lens):
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride", "window"],
     # Slices of a step's tensors, see `_gather_chunks`.
-    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens"],
+    do_not_specialize_on_alignment=["row_slots", "query_starts", "context_lens", "reaches"],
 )
 def _prefill(
     query, keys, values, key_scales, value_scales, block_tables, row_slots, query_starts,
-    context_lens, items, first_item, out, sinks, num_rows, table_stride, window, scale,
+    context_lens, items, first_item, out, sinks, reaches, num_rows, table_stride, window, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
     QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -191,7 +193,9 @@ def _prefill(
             is_rest = is_query[:, None] & (rest < REST)[None, :]
             q_rest = tl.load(source + HEAD_DIM + rest[None, :], mask=is_rest, other=0.0)
         # Padding queries take the last one's position, so that they attend to some key.
-        query_position = first_position + tl.minimum(token, end_token - 1)
+        own_token = tl.minimum(token, end_token - 1)
+        query_position = first_position + own_token
+        last_seen = query_position
 
         acc = tl.zeros((QUERY_ROWS, DIMS), tl.float32)
         peak = tl.full((QUERY_ROWS,), -1.0e30, tl.float32)
@@ -200,6 +204,9 @@ def _prefill(
             peak = sink_scores(sinks, head, is_query)
             total += 1.0
         end = first_position + end_token
+        if reaches is not None:
+            last_seen = tl.load(reaches + start_of_row + own_token) - 1
+            end = tl.max(last_seen) + 1
         begin = 0
         # Below this, every token of the tile attends to every key.
         all_seen = (first_position + first_token + 1) // TILE * TILE
@@ -208,14 +215,14 @@ def _prefill(
             all_seen = begin
         for start in range(begin, all_seen, TILE):
             acc, peak, total = attend(
-                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
-                end, window, scale, kv_head, acc, peak, total, False,
+                q, q_rest, query_position, last_seen, table, keys, values, key_scales,
+                value_scales, start, end, window, scale, kv_head, acc, peak, total, False,
                 NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         for start in range(all_seen, end, TILE):
             acc, peak, total = attend(
-                q, q_rest, query_position, table, keys, values, key_scales, value_scales, start,
-                end, window, scale, kv_head, acc, peak, total, True,
+                q, q_rest, query_position, last_seen, table, keys, values, key_scales,
+                value_scales, start, end, window, scale, kv_head, acc, peak, total, True,
                 NUM_KV_HEADS, HEAD_DIM, DIMS, REST, REST_DIMS, BLOCK_SIZE, TILE,
             )  # fmt: skip
         mixed = acc / total[:, None]

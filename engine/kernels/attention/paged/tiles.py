@@ -117,14 +117,15 @@ def _mixed(weights, v, scales, place, is_key, kind: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_rest, query_position, table, keys, values, key_scales, value_scales, start, end, window,
-    scale, kv_head, acc, peak, total,
+    q, q_rest, query_position, last_seen, table, keys, values, key_scales, value_scales, start, end,
+    window, scale, kv_head, acc, peak, total,
     IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, REST: tl.constexpr, REST_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [start, start + TILE) below `end` to a running softmax, in powers of two.
 
+    last_seen: the last position that each query attends to, mostly its own.
     q_rest: the queries' last REST numbers, if there are any. Then all heads read the same keys,
     whose first numbers are the values, so that these are read once.
     """
@@ -150,7 +151,7 @@ def attend(
         k_rest = tl.load(keys + first + HEAD_DIM + rest[None, :], mask=is_rest, other=0.0)
         scores += _scores(q_rest, k_rest, key_scales, place, is_key, scale)
     if IS_MASKED:
-        seen = is_key[None, :] & (position[None, :] <= query_position[:, None])
+        seen = is_key[None, :] & (position[None, :] <= last_seen[:, None])
         if window > 0:
             seen = seen & (position[None, :] > query_position[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))

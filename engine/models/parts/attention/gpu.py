@@ -1,5 +1,7 @@
 """Attention on a GPU: what comes between its two products."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,9 @@ class FusedAttention:
         self.output = fused_linear(layer.output)
         self.out_shape: tuple[int, ...] = config.num_heads, config.head_dim
         self._layer, self._attention = layer, attention
-        self._context = LayerContext(*pool.layer(index), config.window, layer.sinks)
+        self._context = LayerContext(
+            *pool.layer(index), config.window, layer.sinks, config.has_spans
+        )
         self._rotation = Rotation(
             cos=angles.cos,
             sin=angles.sin,
@@ -62,6 +66,8 @@ class FusedAttention:
 
     def _attend(self, projected: Tensor, step: DeviceStep, out: Tensor) -> None:
         attention, context, rotation = self._attention, self._context, self._rotation
+        if step.angles is not None:
+            rotation = replace(rotation, cos=step.angles[0], sin=step.angles[1])
         if self._layer.config.norms_whole:
             self._norm_whole(projected)
         is_single = step.chunk_starts is None and step.queries is None
@@ -69,7 +75,7 @@ class FusedAttention:
             attention.rotated(projected, rotation, context, step, out)
             return
         query, pages = torch.empty_like(out), (context.keys, context.values)
-        rotate_and_store(projected, rotation, step.positions, step.kv_slots, *pages, query)
+        rotate_and_store(projected, rotation, step.rotations, step.kv_slots, *pages, query)
         attention(query, context, step, out)
 
     def _norm_whole(self, projected: Tensor) -> None:

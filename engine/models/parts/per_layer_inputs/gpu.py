@@ -11,11 +11,12 @@ from penstock.engine.models.parts.per_layer_inputs.layer import (
 
 
 class FusedPerLayerInputs:
-    """Makes the inputs of all layers."""
+    """Makes the inputs of all layers. pad_id: see `PerLayerInputs`."""
 
     def __init__(self, table: PerLayerInputsTable, eps: float) -> None:
         """Raises UnsupportedWeightFormat."""
         self._table = table
+        self.pad_id = table.config.pad_id
         self._eps = eps
         self._projection = fused_linear(table.projection)
 
