@@ -273,8 +273,8 @@ def _gather_chunks(
     tl.store(token_ids + first + index, token_id, mask=mask)
     tl.store(positions + first + index, position, mask=mask)
     if shifts is not None:
-        target = rotary_positions + first + index
-        tl.store(target, position - tl.load(shifts + slot), mask=mask)
+        shifted = position - tl.load(shifts + slot)
+        tl.store(rotary_positions + first + index, shifted, mask=mask)
     entry = block_tables + slot * table_stride + position // block_size
     for group in range(0, num_groups):
         wide = tl.cast(group, tl.int64)

@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from penstock.engine.kernels.sample.sampler import DeviceSampler, Mode
 from penstock.engine.kernels.tables import (
     DraftedRows,
     DraftedTokens,
+    RotaryPositions,
     accept_drafts,
     gather_chunks,
     gather_decodes,
@@ -414,10 +415,15 @@ class MetaModel:
         self._pool, self._max_rows, self._block_size = pool, max_rows, block_size
 
     def launches(
-        self, num_decodes: int, chunk: int = 0, *, has_adapters: bool = False
+        self,
+        num_decodes: int,
+        chunk: int = 0,
+        *,
+        has_adapters: bool = False,
+        has_inserts: bool = False,
     ) -> list[Launch]:
         """Of a step with this many decodes, and one prefill chunk of `chunk` tokens if not 0.
-        has_adapters: its tokens have LoRA adapters."""
+        has_adapters: its tokens have LoRA adapters. has_inserts: its sequences have inserts."""
         num_rows, num_tokens = num_decodes + bool(chunk), num_decodes + chunk
         num_slots = self._max_rows + 1
         step = DeviceStep(
@@ -436,6 +442,9 @@ class MetaModel:
             state_tiles=_state_tiles(chunk) if chunk else None,
         )
         lengths, token_table = _ints(num_slots), _ints(num_slots, 8193)
+        rotary = RotaryPositions(lengths, _ints(num_tokens)) if has_inserts else None
+        if rotary is not None:
+            step = replace(step, rotary_positions=rotary.of_tokens)
         with recorded() as launches, torch.inference_mode():
             if chunk:
                 for decode_lens in (None, _ints(num_rows)):  # launched one by one, and in a graph
@@ -443,12 +452,13 @@ class MetaModel:
                         step.slots, _ints(num_rows), _ints(num_rows + 1), lengths, token_table,
                         step.block_tables[None], self._block_size, chunk, step.token_ids,
                         step.positions, step.kv_slots[None], step.context_lens, decode_lens,
+                        rotary,
                     )  # fmt: skip
             else:
                 gather_decodes(
                     step.slots, lengths, token_table, step.block_tables[None], self._block_size,
                     step.token_ids, step.positions, step.kv_slots[None], step.context_lens,
-                    _ints(1), 2,
+                    _ints(1), 2, rotary,
                 )  # fmt: skip
             self.model.logits(self.model(step)[:num_rows])
             host = () if chunk else (_ints(2, num_slots), _ints(1))

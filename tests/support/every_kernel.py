@@ -72,6 +72,10 @@ def launches() -> Iterator[Launch]:
         for mode in Mode:
             with overlap(True):
                 yield from model.sampling_launches(mode)
+        if any(each.rope and each.rope.sections for each in model.config.attentions):
+            with overlap(True):
+                yield from model.launches(16, has_inserts=True)
+                yield from model.launches(7, 1024, has_inserts=True)
     x, ids = _empty(7, 2048), torch.empty(7, dtype=torch.int32, device=META)
     with overlap(True), recorded() as others:
         softcap(_empty(7, 262_144), 30.0)
@@ -81,6 +85,7 @@ def launches() -> Iterator[Launch]:
         gate_input(_empty(7, 256), inputs, 3)
         route(_empty(7, 256).float(), _EXPERTS, corrections=_empty(256).float())
         _launch_latents()
+        _launch_spans()
     yield from others
 
 
@@ -113,6 +118,21 @@ def _launch_latents() -> None:
     chunk = replace(chunk, context_lens=positions[:1])
     attention.plan(chunk)
     attention(query, context, chunk, _empty(7, 16, 512))
+
+
+def _launch_spans() -> None:
+    """A prompt with an image, in a layer of Gemma 3's."""
+    shape = AttentionShape(num_heads=8, num_kv_heads=4, head_dim=256, block_size=64)
+    numbers, keys = torch.empty(300, dtype=torch.int32, device=META), _empty(9, 64, 4, 256)
+    step = DeviceStep(
+        token_ids=numbers, positions=numbers, kv_slots=numbers.long(), slots=numbers[:1],
+        context_lens=numbers[:1], num_decodes=0, chunk_starts=numbers[:2],
+        block_tables=numbers[:7].view(1, 7), reaches=numbers,
+    )  # fmt: skip
+    attention = PagedAttention({shape: [1024]}, 16, 512, 132, META, torch.bfloat16)
+    attention.plan(step)
+    query = _empty(300, 8, 256)
+    attention(query, LayerContext(keys, keys, 1024, None, True), step, torch.empty_like(query))
 
 
 def _empty(*shape: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from penstock.engine.kernels.rope import rotate_and_store
 from penstock.engine.kernels.tables import (
     DraftedRows,
     DraftedTokens,
+    RotaryPositions,
     accept_drafts,
     gather_chunks,
     gather_decodes,
@@ -471,6 +472,34 @@ def test_a_decodes_drafts_come_after_its_last_known_token() -> None:
         assert found == [*(int(blocks[slot, p // 4]) * 4 + p % 4 for slot, p in at), -1, -1]
     assert context_lens.tolist() == [32, 11, 18, 1, 0, 0, 0, 0]
     assert tables.lengths.tolist() == before and turn.tolist() == [0]
+
+
+@pytest.mark.parametrize("kind", ["decodes", "chunks", "drafts"])
+def test_tokens_after_images_are_rotated_by_less_than_their_positions(kind: str) -> None:
+    tables, at = Tables(), [(4, 31), (0, 7), (2, 16)]
+    shifts = torch.tensor([3, 9, 0, 9, 17, 9], dtype=torch.int32, device=DEVICE)
+    read = tables.lengths, tables.token_table, tables.block_tables[None], tables.block_size
+    token_ids, positions, kv_slots, context_lens = tables.buffers(6, 6)
+    rotary = RotaryPositions(shifts, torch.full_like(positions, -1))
+    written = kv_slots[None], context_lens
+    if kind == "decodes":
+        gather_decodes(tables.slots, *read, token_ids, positions, *written, rotary=rotary)
+    elif kind == "chunks":
+        starts, offsets = (
+            torch.tensor(each, dtype=torch.int32, device=DEVICE)
+            for each in ([-1, -1, 12], [0, 1, 2, 6])
+        )
+        gather_chunks(
+            tables.slots, starts, offsets, *read, 4, token_ids, positions, *written, rotary=rotary
+        )
+        at = [(4, 31), (0, 7), *((2, p) for p in range(12, 16))]
+    else:
+        rows = _drafted([(4, []), (0, [101, 102, 103]), (2, [])])
+        tokens = DraftedTokens(token_ids, positions, *tables.buffers(6, 6)[:2])
+        gather_drafted(rows, 4, *read, tokens, *written, rotary=rotary)
+        at = [(4, 31), *((0, p) for p in range(7, 11)), (2, 16)]
+    expected = [position - int(shifts[slot]) for slot, position in at]
+    assert rotary.of_tokens.tolist() == [*expected, -1, -1, -1][:6]
 
 
 # The drafts of a row, the ids that are sampled after its tokens, and those that it gets.

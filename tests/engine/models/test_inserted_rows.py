@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compiler import HAS_COMPILER
+from tests.support.compiler import HAS_COMPILER, needs_compiler
 from tests.support.image_models import (
     IMAGE_FAMILIES,
     WITH_SPANS,
@@ -110,6 +110,20 @@ def test_decodes_after_images_give_the_same_logits(case: Case, made: Harness) ->
         first, second = made.run(rows, num_decodes=2, prompts=prompts)
         assert_close(case, first[0], case.expected[0][60 + step])
         assert_close(case, second[0], case.expected[1][61 + step])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_a_prompt_with_images_has_the_same_bits_in_chunks(
+    case: Case, dtype: torch.dtype
+) -> None:
+    found = []
+    for size in (7, PROMPT_LEN):
+        made = harness(case, native=True, dtype=dtype)
+        rows = [(0, start, end - start) for start, end in chunks(case, size)]
+        prompts = {0: case.prompts[0]}
+        found.append(torch.cat([made.run([row], prompts=prompts)[0] for row in rows]))
+    assert torch.equal(*found)
 
 
 def test_spans_and_positions_are_not_those_of_a_text(case: Case) -> None:
