@@ -391,7 +391,10 @@ _TEXTS = {
     "Qwen3_5": "qwen3_5_text",
     "Qwen3_5Moe": "qwen3_5_moe_text",
 }
-_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+_QWEN_VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2},
+    "out_hidden_size": 64,
+}
 _VISION = {
     "Gemma4": {**_SMALL_VISION, "num_key_value_heads": 2, "head_dim": 8},
     "Gemma4Unified": {"mm_embed_dim": 16, "mm_posemb_size": 4},
@@ -444,6 +447,7 @@ def made_config(family: str, **options: Any) -> Any:
         settings = {
             "text_config": {"model_type": _TEXTS[name]} | settings,
             "vision_config": _VISION.get(name, _SMALL_VISION),
+            "mm_tokens_per_image": 1,
             "tie_word_embeddings": settings.get("tie_word_embeddings", False),
             "architectures": [f"{name}ForConditionalGeneration"],
         }
