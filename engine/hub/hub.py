@@ -58,6 +58,8 @@ _SETTINGS = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "additional_chat_templates/*.jinja",
     "modules.json",
     "*_Pooling/config.json",

@@ -113,6 +113,7 @@ def test_what_decides_comes_first_then_the_tokenizer_then_the_weights(
 
 
 def test_only_files_that_are_read_are_downloaded(hub: StubHub, tmp_path: Path) -> None:
+    read = {"1_Pooling/config.json", "preprocessor_config.json", "processor_config.json"}
     others = {
         "consolidated.safetensors": b"x" * 100,
         "pytorch_model.bin": b"x",
@@ -121,11 +122,11 @@ def test_only_files_that_are_read_are_downloaded(hub: StubHub, tmp_path: Path) -
         "onnx/model.onnx": b"x",
         "onnx/config.json": b"{}",
         "tokenizer.model": b"x",
-        "1_Pooling/config.json": b"{}",
+        **{name: json.dumps({name: 1}).encode() for name in read},  # one is fetched of the same
     }
     hub.repositories[NAME] |= others
     assert download(hub, tmp_path).code == 0
-    assert set(hub.fetched) & set(others) == {"1_Pooling/config.json"}
+    assert set(hub.fetched) & set(others) == read
 
 
 def test_a_tokenizer_that_must_be_converted_comes_with_all_its_files(
