@@ -98,14 +98,14 @@ def test_a_signal_while_the_step_is_compiled_ends_the_compiler_too(
         pids = compiler_pids(endless)
         assert all(is_running(pid) for pid in pids)
         server.process.send_signal(number)
-        code, errors = server.exit_code(timeout_s=20)
+        code, errors = server.exit_code()
     finally:
         server.stop()
     assert code == 0
     assert errors.splitlines()[-1].endswith(
         f"{number.name}: no request is open, so the server ends now"
     )
-    wait_until(lambda: not any(is_running(pid) for pid in pids), timeout_s=10)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_no_compiler_outlives_a_server_that_is_killed(endless: dict[str, str]) -> None:
@@ -200,7 +200,7 @@ def test_a_second_signal_says_that_it_ends_the_server_at_once() -> None:
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "drain: SIGTERM" in server.log())
         server.process.send_signal(signal.SIGTERM)
-        code, errors = server.exit_code(timeout_s=10)
+        code, errors = server.exit_code()
     assert code == 128 + signal.SIGTERM
     assert errors.splitlines()[-1].endswith("a second signal, so the server ends at once")
 

@@ -57,7 +57,7 @@ def test_health_answers_while_more_clients_are_connected_than_files_may_be_open(
         for _ in range(3 * NUM_FILES):
             stack.enter_context(connected(cramped))  # and says nothing
         # Not after HEAD_TIMEOUT_S, when the server closes connections without a request.
-        wait_until(lambda: _status(cramped, "/health") == 200, timeout_s=15)
+        wait_until(lambda: _status(cramped, "/health") == 200)
         assert cramped.log().count("too many connections") == 1
 
 
@@ -67,7 +67,7 @@ def test_idle_connections_make_room_for_new_ones(cramped: RunningServer) -> None
             connection = stack.enter_context(connected(cramped))
             connection.sendall(HEALTH)
             assert connection.recv(1 << 12)
-        wait_until(lambda: _status(cramped, "/v1/models") == 200, timeout_s=15)
+        wait_until(lambda: _status(cramped, "/v1/models") == 200)
 
 
 def _status(server: RunningServer, path: str) -> int:
