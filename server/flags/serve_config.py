@@ -38,8 +38,7 @@ def serve_config(options: argparse.Namespace) -> ServeConfig:
         options,
         model=model or str(files("penstock.engine.hub") / "demo_model"),
         lora=_lora(options),
-        # No scheduler has an image encoded yet, so that a model would answer without it.
-        takes_images=options.scripted and not options.language_model_only and server.max_images > 0,
+        takes_images=not options.language_model_only and server.max_images > 0,
         scheduler=config_of(SchedulerConfig, FLAGS, options),
     )
     return ServeConfig(server=server, engine=engine)

@@ -29,7 +29,6 @@ from penstock.server.media.families import ImageFamily
 logger = logging.getLogger("penstock")
 
 _MODULE = "penstock.server.media.decoder_process"
-_SETTINGS = ("preprocessor_config.json", "processor_config.json")
 NUM_PROCESSES = 2
 MAX_WAITING = 256
 # For an image whose turn it is. Its own CPU time is limited to less, so only an overloaded machine
@@ -76,7 +75,6 @@ class ImageDecoder:
                 "max_bytes": _MAX_BYTES,
             }
         )
-        self._directory = family.directory
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="image")
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all: set[_Process] = set()
@@ -107,11 +105,6 @@ class ImageDecoder:
             process.kill()
 
     def _start(self) -> None:
-        if not any((self._directory / name).is_file() for name in _SETTINGS):
-            raise InvalidConfig(
-                f"{self._directory} has no {_SETTINGS[0]}, which says how images are read; start "
-                "the server with --language-model-only to serve its text alone"
-            )
         process = _Process(self._model)
         self._all.add(process)
         try:

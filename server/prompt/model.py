@@ -38,6 +38,8 @@ from penstock.server.tools.chat_format import ChatFormat
 
 logger = logging.getLogger("penstock")
 
+_IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
@@ -181,12 +183,19 @@ async def load_model(
 async def _image_reader(
     config: ServeConfig, directory: Path, prompt_files: Awaitable[PromptFiles]
 ) -> ImageReader | None:
-    """None for a model that takes no images. Raises InvalidConfig."""
+    """None for a model that takes no images, or does not say how. Raises InvalidConfig."""
     server, encoder = config.server, (await prompt_files).encoder
     if not config.engine.takes_images:
         return None
     family = ImageFamily.load(directory, lambda token_id: encoder.token_names([token_id])[0])
     if family is None:
+        return None
+    if not any((directory / name).is_file() for name in _IMAGE_SETTINGS):
+        logger.warning(
+            "%s has no %s, which says how images are read, so that the model takes text alone",
+            directory,
+            _IMAGE_SETTINGS[0],
+        )
         return None
     decoder = ImageDecoder(family)
     fetcher = ImageFetcher(server.allowed_media_domains, server.max_body_bytes)

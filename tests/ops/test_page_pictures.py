@@ -29,7 +29,8 @@ FILES = {"a.png": picture(320, 200), "b.jpg": picture(120, 240, "JPEG")}
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("seeing")
     write_prompt_files(directory, QWEN)
-    with running_server("--model", str(directory), "--max-model-len", "4000") as server:
+    names = ("--served-model-name", "qwen3-vl-tiny", "--max-model-len", "4000")
+    with running_server("--model", str(directory), *names) as server:
         yield server
 
 
@@ -68,6 +69,10 @@ def test_pictures_that_are_dropped_and_pasted_are_sent_with_the_question(page: P
     wait_until(lambda: num_waiting(page) == 1)
     give(page, "paste", "b.jpg")
     wait_until(lambda: num_waiting(page) == 2)
+    if _SCREENSHOTS:
+        page.write("#prompt", "What are these?")
+        page.screenshot(Path(_SCREENSHOTS) / "pictures.png")
+        page.js("document.getElementById('prompt').value = ''; 0")
     send(page, "What are these?")
     finished(page)
     (message,) = last_request(page)["messages"]
@@ -79,8 +84,6 @@ def test_pictures_that_are_dropped_and_pasted_are_sent_with_the_question(page: P
     assert num_waiting(page) == 0
     sizes = "[...document.querySelectorAll('.question canvas')].map((c) => [c.width, c.height])"
     page.wait(f"JSON.stringify({sizes}) === '[[160,100],[80,160]]'")
-    if _SCREENSHOTS:
-        page.screenshot(Path(_SCREENSHOTS) / "pictures.png")
     assert [each["images"][0][:22] for each in nodes(page) if "images" in each] == [
         "data:image/png;base64,"
     ]

@@ -98,6 +98,7 @@ def write_prompt_files(directory: Path, family: str, **options: Any) -> None:
     config["vision_config"]["patch_size"] = _PATCH_SIZES[family]
     if family == GEMMA3:
         config["mm_tokens_per_image"] = 4
+        config["vision_config"]["image_size"] = 56
     turn, end = [text for text in _SPECIAL[family] if text != "<bos>"][:2]
     template = _TEMPLATE.replace("<@TURN@>", turn).replace("<@END@>", end)
     files = {

@@ -362,7 +362,7 @@ def test_too_many_waiting_images_are_refused(
 @pytest.mark.slow
 async def test_a_model_without_its_processor_is_refused_at_the_start(tmp_path: Path) -> None:
     write_prompt_files(tmp_path, QWEN)
-    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "preprocessor_config.json").write_text("{", encoding="utf-8")
     broken = ImageDecoder(load_family(tmp_path))
     try:
         with pytest.raises(InvalidConfig, match="--language-model-only"):
