@@ -49,6 +49,7 @@ class Inserts:
         self._open: dict[RequestId, tuple[Insert, ...]] = {}
         self._needed = Counter[bytes]()  # by open requests
         self._dropped: list[bytes] = []
+        self._had_share = False
         self._operations = self._seconds = self._spent_s = 0.0
         self._num_queries = self._num_hits = 0
         self._total_s = 0.0
@@ -133,8 +134,13 @@ class Inserts:
         dropped, self._dropped = self._dropped, []
         return tuple(dropped)
 
-    def is_wanted(self, sequences: Iterable[Sequence]) -> bool:
-        return any(each.digest not in self._kept for one in sequences for each in _next(one))
+    def share(self, prefilling: Iterable[Sequence]) -> float:
+        """Of what decodes leave of a step under a target: how much is for chunks."""
+        self._had_share = self.is_wanted(prefilling)
+        return 0.5 if self._had_share else 1.0
+
+    def is_wanted(self, prefilling: Iterable[Sequence]) -> bool:
+        return any(each.digest not in self._kept for one in prefilling for each in _next(one))
 
     def encodes(
         self, step: int, prefilling: Items[Sequence], left_s: float | None, *, is_alone: bool
@@ -143,6 +149,8 @@ class Inserts:
         in which they are served. left_s: what the step's other work leaves of a target; None
         without. is_alone: nobody waits for the end of the step."""
         budget_s = _ALONE_S if is_alone else SLICE_S if left_s is None else max(left_s, _LEAST_S)
+        if left_s is not None and left_s < _LEAST_S and not self._had_share:
+            return ()  # the sequence began with this step, and chunks have all of it
         is_next = self._about_to_be_read(prefilling)
         room = self._costs.cache_bytes - sum(self._kept[each] for each in is_next)
         room -= sum(num_bytes for _, num_bytes in self._begun.values())

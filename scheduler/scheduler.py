@@ -219,10 +219,8 @@ class Scheduler:
         self._schedule_decodes(batch)
         size = self._step_size
         num_tokens = size.num_prompt_tokens(batch.num_decodes)
-        is_encoding = self._inserts is not None and self._inserts.is_wanted(self._prefilling)
-        budget = self._targets.chunk_budget(
-            batch, num_tokens, size.enough, self.num_running, share=0.5 if is_encoding else 1.0
-        )
+        share = 1.0 if self._inserts is None else self._inserts.share(self._prefilling)
+        budget = self._targets.chunk_budget(batch, num_tokens, size.enough, self.num_running, share)
         passed = self._pass_long_prompt(batch, budget, now)
         # Chunks of running prompts and waiting sequences in one order, where the policy has one: a
         # prompt of a tenant that was served much waits for a newcomer's.

@@ -1,5 +1,6 @@
 """Targets at work: what a step runs, and who is refused."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -8,12 +9,20 @@ from penstock.scheduler.batch import work_of
 from penstock.scheduler.config import Policy, SchedulerConfig
 from penstock.scheduler.errors import InvalidConfig, TargetOutOfReach
 from penstock.scheduler.groups import KVGroup
+from penstock.scheduler.inserts import EncoderCosts
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.stats import StepClass
 from penstock.scheduler.step_model.chunk_budget import PREFILL_FLOOR
 from penstock.scheduler.step_model.live import LiveStepModel
 from penstock.scheduler.step_model.model import ClassError, StepModel
-from penstock.scheduler.types import Request, ResumedAnswer, SampledTokens, ScheduledBatch
+from penstock.scheduler.types import (
+    Insert,
+    Request,
+    RequestId,
+    ResumedAnswer,
+    SampledTokens,
+    ScheduledBatch,
+)
 from tests.support.made_up_steps import DEVICE, HOST, KNEE, served_model
 from tests.support.scheduling import make_request
 
@@ -40,7 +49,9 @@ class Bench:
         is_known: bool = True,
         groups: Sequence[KVGroup] = (KVGroup(4000),),
         num_cohorts: int = 1,
+        operation_s: float = 0.0,
     ) -> None:
+        """operation_s: of an encoder."""
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=2048,
@@ -56,20 +67,45 @@ class Bench:
             max_model_len=20_000,
             step_model=self.live,
             num_cohorts=num_cohorts,
+            encoder=EncoderCosts(1, 1 << 30, operation_s),
         )
+        self._operation_s = operation_s
+        self._encoding = defaultdict[tuple[str, int], float](float)
+        self._inserts: dict[str, tuple[Insert, ...]] = {}
         self.now = 0.0
         self.first_token_s: dict[str, float] = {}
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, now=self.now)
+        self._inserts[request.id] = request.inserts
+
+    def _encoded(self, batch: ScheduledBatch) -> tuple[list[tuple[RequestId, int]], float]:
+        """What is complete, and the seconds of it."""
+        done, spent_s = [], 0.0
+        for name, index, budget_s in batch.encodes:
+            all_s = self._inserts[name][index].operations * self._operation_s
+            slices_s = min(all_s - self._encoding[name, index], budget_s - spent_s)
+            self._encoding[name, index] += slices_s
+            spent_s += slices_s
+            if self._encoding[name, index] >= all_s - 1e-9:
+                done.append((name, index))
+        return done, spent_s
 
     def step(self) -> tuple[ScheduledBatch, float]:
         """The step, and its seconds."""
         batch = self.scheduler.schedule(self.now)
         assert batch
-        seconds = MODEL.cycle_s(SERVED.amounts(work_of(batch, SERVED.windows)))
+        seconds, (encoded, encoding_s) = 0.0, self._encoded(batch)
+        if batch.slots:
+            seconds = MODEL.cycle_s(SERVED.amounts(work_of(batch, SERVED.windows)))
+        seconds += encoding_s
         self.now += seconds
-        sampled = SampledTokens(step=batch.step, token_ids=[7] * sum(batch.samples))
+        sampled = SampledTokens(
+            step=batch.step,
+            token_ids=[7] * sum(batch.samples),
+            encoded=tuple(encoded),
+            encoding_s=encoding_s,
+        )
         for output in self.scheduler.update(sampled):
             self.first_token_s.setdefault(output.request_id, self.now)
         return batch, seconds
@@ -98,6 +134,41 @@ def test_steps_with_decodes_end_by_the_target_however_long_a_prompt_is() -> None
         chunks.append(batch.num_tokens[-1])
     assert len(chunks) > 10 and min(chunks[:-1]) > PREFILL_FLOOR
     assert chunks == sorted(chunks, reverse=True)  # contexts grow, and chunks shrink with them
+
+
+def image(start: int, *, operations: int = 100) -> Insert:
+    return Insert(start, 64, b"image", (1, 8, 8), operations=operations)
+
+
+def test_steps_that_encode_beside_decodes_end_by_the_target_and_run_prompts_too() -> None:
+    bench = Bench(itl_target_s=0.010, operation_s=1e-3)
+    busy(bench)
+    bench.add(make_request("image", [5] * 200, inserts=(image(100),)))
+    bench.add(make_request("text", [6] * 3000))
+    beside = []
+    while "image" not in bench.first_token_s:
+        batch, seconds = bench.step()
+        assert seconds <= 0.0101
+        if batch.encodes:
+            beside.append(batch)
+    assert len(beside) > 10
+    # Half of what decodes leave is for the prompt that need not wait.
+    assert all(len(batch.slots) > batch.num_decodes for batch in beside[:5])
+
+
+@pytest.mark.parametrize("has_decodes", [False, True])
+def test_a_forecast_counts_what_is_to_be_encoded(has_decodes: bool) -> None:
+    bench = Bench(ttft_target_s=1000.0, operation_s=1e-3)
+    if has_decodes:
+        busy(bench)
+    for name in ("before", "last"):
+        each = image(100)._replace(digest=name.encode())
+        bench.add(make_request(name, [5] * 200, inserts=(each,)))
+    predicted_s = bench.scheduler._requests[RequestId("last")][0].predicted_ttft_s
+    arrival_s = bench.now
+    taken_s = bench.first_token_of("last") - arrival_s
+    assert predicted_s == pytest.approx(taken_s, rel=0.25)
+    assert predicted_s is not None and predicted_s > 0.2
 
 
 def test_of_two_cohorts_each_step_has_half_of_the_target() -> None:

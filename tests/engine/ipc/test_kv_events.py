@@ -10,8 +10,10 @@ import zmq
 
 from penstock.engine.config import KVEventsConfig
 from penstock.engine.ipc.kv_events import END, KVEventPublisher
+from penstock.engine.step.model_info import EncoderInfo
 from penstock.scheduler.cache.kv_events import KVEvents, Removed, Stored
 from penstock.scheduler.errors import InvalidConfig
+from penstock.scheduler.types import Insert
 from tests.support.scheduling import Driver, make_request
 from tests.support.serving import RunningServer, free_port
 
@@ -156,3 +158,17 @@ def test_a_server_sends_its_events_to_who_asks(context: "zmq.Context[Socket]") -
         assert "token ids of prompts" in server.log()
     finally:
         server.stop()
+
+
+def test_extra_keys_of_a_block_have_what_its_images_show() -> None:
+    events = KVEvents(4)
+    encoder = EncoderInfo(
+        weight_bytes=0, flops_per_patch=0, flops_per_pair=0, bytes_per_token=0, max_patches=1
+    )
+    driver = Driver(events=events, encoder=encoder)
+    inserts = (Insert(2, 3, b"a" * 16, (1, 1, 3)), Insert(6, 2, b"b" * 16, (1, 1, 2)))
+    driver.add(make_request("a", [*range(20, 34)], max_tokens=1, inserts=inserts))
+    driver.run()
+    keys = [each for event in events.take() if isinstance(event, Stored) for each in event.inserts]
+    first, second = (name.hex() for name in (b"a" * 16, b"b" * 16))
+    assert keys == [[first], [first, second], []]

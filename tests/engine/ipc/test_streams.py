@@ -14,6 +14,7 @@ from penstock.scheduler.errors import TargetOutOfReach
 from penstock.scheduler.types import (
     Finish,
     FinishReason,
+    Insert,
     Request,
     RequestId,
     RequestOutput,
@@ -81,6 +82,21 @@ async def test_requests_of_one_kind_are_one_message_that_has_what_they_share_onc
     for name in ("allowed_token_ids", "logit_bias", "bad_words", "grammar"):
         assert len({id(getattr(request.sampling, name)) for request in each}) == 1
     assert each[0].sampling is each[1].sampling is each[3].sampling
+
+
+async def test_images_reach_the_engine_and_the_next_one_too() -> None:
+    streams = Streams()
+    images = [
+        (Insert(1, 2, bytes([n]) * 16, (1, 1, 2), bytes(range(12)), (4, 3), (1, 2, 2), 7, True),)
+        for n in range(2)
+    ]
+    requests = [make_request(str(n), 4, inserts=inserts) for n, inserts in enumerate(images)]
+    opened = streams.submit_alike(requests)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(streams.sent[0]), type=OnWire)
+    assert isinstance(received, SubmitAlike)
+    assert [submit.request.inserts for submit in received.each()] == images
+    # What another engine gets after a restart.
+    assert [stream.resumption().inserts for stream in opened] == images
 
 
 async def test_requests_of_one_kind_are_all_taken_or_none() -> None:
