@@ -22,6 +22,7 @@ from tests.support.inserted_rows import InsertedPrompt
 from tests.support.random_encoder import GivenRows
 from tests.support.scheduling import make_request
 from tests.support.tiny_models import engine_config, save
+from tests.support.towers import encode, random_image, random_model, save_model
 
 NUM_NEW = 4
 FAMILIES = ["qwen3_vl", "qwen3_5_wrapped", "gemma3_wrapped"]
@@ -64,6 +65,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class Run:
     """A scheduler and an executor, until all requests have ended."""
 
+    encoder: GivenRows
+
     def __init__(self, case: Case, **settings: Any) -> None:
         config = replace(
             engine_config(case.path, dtype=Dtype.FLOAT32),
@@ -73,9 +76,19 @@ class Run:
         self.encoder = GivenRows.of(case.prompts)
         executor.info = replace(executor.info, encoder=self.encoder.info)
         executor._inserts = InsertTable(self.encoder)
-        self.executor: Executor = executor
+        self._start(executor, config.scheduler)
+
+    @classmethod
+    def of(cls, executor: Executor, config: SchedulerConfig) -> "Run":
+        """With an encoder of its own."""
+        run = cls.__new__(cls)
+        run._start(executor, config)
+        return run
+
+    def _start(self, executor: Executor, config: SchedulerConfig) -> None:
+        self.executor = executor
         self.scheduler = Scheduler(
-            config.scheduler,
+            config,
             groups=executor.info.kv_groups,
             block_size=executor.info.block_size,
             max_model_len=executor.info.max_model_len,
@@ -157,3 +170,34 @@ def test_without_an_encoder_images_are_refused(case: Case) -> None:
     assert isinstance(executor, CpuExecutor)
     with pytest.raises(NoEncoder, match="send text alone"):
         executor.prepare(case.requests[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3", "gemma4"])
+def test_a_model_with_its_own_tower_answers_about_pixels_as_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = random_model(family)
+    save_model(family, model, tmp_path)
+    config = engine_config(tmp_path, dtype=Dtype.FLOAT32, takes_images=True)
+    executor = cpu_executor(config, tmp_path)
+    encoder = executor.info.encoder
+    assert encoder is not None
+    made = encode(family, model, random_image(64, 48))
+    rows, columns = made.insert.patch_grid[1:]
+    num = made.insert.num_tokens
+    insert = made.insert._replace(
+        start=4,
+        grid=(1, rows // 2, columns // 2) if "qwen" in family else (1, 1, num),
+        is_whole=encoder.is_whole,
+        operations=encoder.operations(made.insert.patches[0]),
+    )
+    prompt = InsertedPrompt(inserts=(insert,), rows=made.rows, deepstack=made.deepstack)
+    ids = torch.randint(5, 64, (num + 9,), generator=torch.Generator().manual_seed(1))
+    run = Run.of(executor, config.scheduler)
+    run.add(make_request("0", ids.tolist(), max_tokens=NUM_NEW, inserts=(insert,)))
+    run.run()
+    for token_id in run.tokens["0"]:
+        logits = logits_of_transformers(model, ids, prompt)[-1]
+        assert logits[token_id] > logits.max() - 1e-3
+        ids = torch.cat((ids, torch.tensor([token_id])))
+    assert len(run.tokens["0"]) == NUM_NEW
