@@ -442,6 +442,8 @@ _PLAIN = {
     "num_preemptions_total": "preemptions_total",
     "prefix_cache_queries_total": "prefix_query_tokens_total",
     "prefix_cache_hits_total": "prefix_hit_tokens_total",
+    "mm_cache_queries_total": "encoder_queries_total",
+    "mm_cache_hits_total": "encoder_hits_total",
 }
 _OUTCOMES = {"stop": "stop", "length": "length", "abort": "abandoned", "error": "failed"}
 
