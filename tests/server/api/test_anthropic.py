@@ -183,7 +183,7 @@ def test_a_limit_beyond_the_context_is_cut_and_a_header_says_to_what(
         ({"messages": [{"role": "king", "content": "x"}]}, r"messages\[0\].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            r"messages\[0\].content\[0\].type 'image'",
+            r"messages\[0\].content\[0\].source is missing",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
