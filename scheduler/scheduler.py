@@ -90,12 +90,14 @@ class Scheduler:
         num_cohorts: int = 1,
         drafter: Drafter | None = None,
         encoder: EncoderCosts | None = None,
+        computes_whole: bool = False,
     ) -> None:
         """groups: of the model's layers. step_model: without it targets have no effect. journals:
         one for each group, where the blocks outlive this process. tier: for continuous batching
         with prefix caching. events: is told which blocks can be found. num_cohorts: of sequences
         that decode in different steps: as many as the executor has stages. drafter: for an executor
-        that takes drafts. encoder: for one that takes prompts with inserts.
+        that takes drafts. encoder: for one that takes prompts with inserts. computes_whole: whether
+        a prompt is one chunk of one step.
 
         Raises InvalidConfig where one sequence of max_model_len would not fit the blocks.
         """
@@ -104,7 +106,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._kv = KVCache(groups, block_size, config.enable_prefix_caching, journals, tier, events)
         self._num_cohorts = num_cohorts
-        self._drafter = drafter
+        self._drafter, self._computes_whole = drafter, computes_whole
         self._inserts: Inserts | None = None
         if encoder is not None:
             self._inserts = Inserts(encoder, most_at_once(config, groups, block_size))
@@ -488,7 +490,8 @@ class Scheduler:
         """Half of a step that the next prompt would fill alone is for shorter ones, the shortest
         first. Returns those that run for it: each has had its row."""
         prompts = self._waiting.in_order(self._prefilling)
-        if not prompts or self._config.batching is not Batching.CONTINUOUS:
+        is_continuous = self._config.batching is Batching.CONTINUOUS
+        if not prompts or not is_continuous or self._computes_whole:
             return set()
         first, most = prompts[0], budget.most(prompts[0].num_computed)
         if first.num_to_compute <= most:
@@ -533,6 +536,9 @@ class Scheduler:
         self, batch: Batch, sequence: Sequence, budget: ChunkBudget, most: float = inf
     ) -> None:
         """A row with as much of the prompt as the budget allows."""
+        if self._computes_whole and budget.most(0) < sequence.num_to_compute:
+            budget.is_spent = True
+            return
         wanted = int(min(sequence.num_to_compute, self._waiting.most_of(sequence), most))
         at_once = 0
         if wanted and self._inserts is not None and sequence.request.inserts:

@@ -19,6 +19,7 @@ class Pooling(StrEnum):
 
     LAST = "last"  # that of its last token
     MEAN = "mean"  # the mean over all its tokens
+    FIRST = "cls"  # that of its first token, by which encoders are trained to stand for the text
 
 
 class FinishReason(StrEnum):

@@ -51,6 +51,16 @@ class InvalidRequest(PenstockError):
         self.details = details
 
 
+class GeneratesNothing(InvalidRequest):
+    def __init__(self, architecture: str) -> None:
+        super().__init__(
+            f"this model ({architecture}) is an encoder, which makes embeddings of texts and "
+            "continues none; send texts to /v1/embeddings, or serve another model",
+            param="model",
+            code="model_generates_no_text",
+        )
+
+
 class UnsupportedParameter(InvalidRequest):
     """A known field that is not supported and would change the answer."""
 

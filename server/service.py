@@ -406,7 +406,9 @@ def _announce_ready(server: ServerConfig, model: ServedModel) -> None:
     # No secret in a log.
     key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
     path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
-    if model.encoder.template_source is not None:
+    if not model.info.generates:
+        path, body = "/v1/embeddings", '"input": "Once upon a time"'
+    elif model.encoder.template_source is not None:
         path = "/v1/chat/completions"
         body = '"messages": [{"role": "user", "content": "Who are you?"}]'
     say(

@@ -385,7 +385,8 @@ class ScriptedExecutor:
             rows = (self._score(slot, position, num_top) for position in positions)
             slot.prompt_logprobs.append(PackedLogprobs.of(rows))
         for position in range(start, end):
-            if pooling is Pooling.MEAN or (pooling and position == num_prompt - 1):
+            one = 0 if pooling is Pooling.FIRST else num_prompt - 1
+            if pooling is Pooling.MEAN or (pooling and position == one):
                 state = _state(self._digest(slot, position + 1))
                 slot.state_sums = [a + b for a, b in zip(slot.state_sums, state, strict=True)]
         if end < num_prompt:

@@ -140,8 +140,10 @@ class Fields:
         return [name for name, value in self.content.items() if value and name not in self._read]
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
-        """A copy; `defaults` are for fields that are absent."""
-        return Fields(self.path, {**defaults, **self.content})
+        """A copy; `defaults` are for fields that are absent. What is asked of one, is of both."""
+        copy = Fields(self.path, {**defaults, **self.content})
+        copy._read = self._read
+        return copy
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Empty if it is absent."""

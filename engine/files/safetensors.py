@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.errors import InvalidModel
+from penstock.engine.files.encoder_names import encoder_name
 from penstock.engine.files.json_file import Fields, check_regular, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -67,7 +68,8 @@ def stored_name(name: str, names: Container[str]) -> str:
     prefixes = _OTHERS if rest == name else _PREFIXES
     if rest.startswith(_TOWER) and (old := rest.replace(_TOWER, _OLD_TOWER)) in names:
         return old
-    return next((prefix + rest for prefix in prefixes if prefix + rest in names), name)
+    found = (prefix + rest for prefix in prefixes if prefix + rest in names)
+    return next(found, None) or encoder_name(name, names) or name
 
 
 def text_model_name(name: str) -> str:

@@ -49,6 +49,7 @@ from penstock.engine.native.model import NativeModel
 from penstock.engine.native.packing import FORMATS
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.step.model_info import ModelInfo
+from penstock.engine.step.model_input import as_encoder_input
 from penstock.scheduler.errors import InvalidConfig
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class CpuLoading(DecoderLoading):
             max_model_len=self.longest,
             memory=self._memory,
             num_ranks=place.layout.size,
+            only_of_steps=self.whole.is_encoder,
         )
         self._size = self.least(size)
 
@@ -152,6 +154,9 @@ class CpuLoading(DecoderLoading):
         )
         if native is not None and self._library is not None:
             loaded.build_input, loaded.draw = partial(gather_input, self._library), native.draw
+        if self.whole.is_encoder:
+            build = loaded.build_input
+            loaded.build_input = lambda *tables: as_encoder_input(build(*tables))
         return loaded
 
     def _draft_bytes(self) -> int | None:
@@ -240,6 +245,7 @@ class CpuLoading(DecoderLoading):
             computed_by=computed_by,
             # Torch's operators round by the number of rows.
             takes_drafts=native is not None
+            and not self.whole.is_encoder
             and not (self._accepts_late and any(self.whole.recurrent)),
             **rates,
         )

@@ -50,6 +50,7 @@ def describe(
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         experts=model.routed(expert_bytes),
+        generates=not whole.is_encoder,
         tensor_parallel_size=ranks.tensor_size,
         pipeline_parallel_size=ranks.num_stages,
         **device_fields(dtype, kv_dtype, device_name, size, block_size),

@@ -33,6 +33,7 @@ from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership
 from penstock.engine.sampling.grammar_table import GrammarTable, load_grammars
 from penstock.engine.step.model_info import ModelInfo, QuantizationInfo
+from penstock.scheduler.errors import InvalidConfig
 
 if TYPE_CHECKING:  # which torch.distributed loads
     from penstock.engine.ranks.torch_ranks import SoleDevice, TorchRanks
@@ -129,6 +130,11 @@ class DecoderLoading(Loading):
         self.whole = ModelConfig.from_dir(directory)
         check_dtype(config.dtype, self.whole)
         ranks, rank = self.place.layout, self.place.rank
+        if self.whole.is_encoder and (ranks.size > 1 or self.device.has_kernels):
+            raise InvalidConfig(
+                f"{self.whole.family} is an encoder of text, which one process of a CPU computes; "
+                "use --device cpu, without --tensor-parallel-size and --pipeline-parallel-size"
+            )
         self.shard = Shard(self.whole, ranks.tensor_rank_of(rank), ranks.tensor_size)
         self.divided = self.shard.config
         self.stage = Stage(self.divided, ranks.stage_of(rank), ranks.num_stages)
@@ -177,10 +183,23 @@ class DecoderLoading(Loading):
         self.longest = resolve_max_model_len(
             self.config.max_model_len, model.max_model_len, model.longest
         )
+        if model.is_encoder:
+            self.longest = self._whole_in_a_step(self.longest)
         whole_layout = self.divided.kv_layout(self.longest)
         self.layout = stage.layout(whole_layout)
         self.pools = self.layout.pools(model.kv_shape, *sizes)
         self.largest_pools = stage.pools(whole_layout, *sizes)
+
+    def _whole_in_a_step(self, longest: int) -> int:
+        """An encoder computes a text in one step. Raises InvalidConfig where the longest that was
+        asked for does not fit."""
+        most = self.config.scheduler.max_step_tokens
+        if longest > most and self.config.max_model_len is not None:
+            raise InvalidConfig(
+                f"--max-model-len is {longest}, but an encoder computes a text in one step, of at "
+                f"most {most} tokens; set --max-num-batched-tokens to at least {longest}"
+            )
+        return min(longest, most)
 
     def identity(self, computed_by: object) -> bytes:
         """Equal where a block of the same tokens has the same bytes."""

@@ -15,9 +15,9 @@ from penstock.engine.kernels.attention.shape import AttentionShape
 from penstock.engine.memory.pool.kv_layout import KVLayout
 from penstock.engine.memory.pool.kv_shape import KVHeads, KVShape
 from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
-from penstock.engine.models.families.families import FAMILIES, find_family
+from penstock.engine.models.families.families import SERVED, find_family
 from penstock.engine.models.families.keys import check_keys
-from penstock.engine.models.families.outline import Outline
+from penstock.engine.models.families.outline import Family, Outline
 from penstock.engine.models.formats.config import QuantizationConfig
 from penstock.engine.models.formats.parse import read_quantization
 from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
@@ -51,7 +51,7 @@ class ModelConfig:
 
     is_wrapped: whether it is the text model of a model of text and images. norm: of all norms.
     per_layer_inputs: None where layers have no inputs of their own. quantization: None where all
-    weights are plain.
+    weights are plain. is_encoder: whether tokens attend to later ones, and none is generated.
     """
 
     family: str
@@ -65,6 +65,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None
     per_layer_inputs: PerLayerInputs | None = None
+    is_encoder: bool = False
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
@@ -103,6 +104,8 @@ class ModelConfig:
     def features(self) -> frozenset[str]:
         """In what its parts differ from Llama's, for people to read."""
         found = {"wide_norms"} if self.norm.is_wide else set()
+        if self.norm.is_centred:
+            found.add("centred_norms")
         if self.norm.offset:
             found.add("norm_offset")
         if len({attention.heads for attention in self.attentions}) > 1:
@@ -213,7 +216,9 @@ class ModelConfig:
         mixer = next((layer.mixer for layer in self.layers if layer.is_recurrent), None)
         state = None if mixer is None else mixer.state_shape(num_recurrent)
         recurrent = self.recurrent if num_recurrent else ()
-        return KVLayout.of(self.windows, max_model_len, recurrent, state)
+        # An encoder has no keys and values but those of a step, which it reads as a whole.
+        windows = (None,) * self.num_layers if self.is_encoder else self.windows
+        return KVLayout.of(windows, max_model_len, recurrent, state)
 
     def attention_windows(self, block_size: int) -> dict[AttentionShape, set[int | None]]:
         """Those that layers of each shape have; not of layers with a recurrence."""
@@ -344,18 +349,21 @@ class ModelConfig:
         """Reads config.json and, where there is one, generation_config.json; or a GGUF file's."""
         outer = Fields.read(model_dir / "config.json")
         name, text = find_family(outer)
-        family = FAMILIES[name]
+        family = SERVED[name]
         is_wrapped = text is not outer
         fields = text.with_defaults(family.defaults)
         quantization = read_quantization(outer, model_dir)
         if is_wrapped and quantization is not None:
             quantization = quantization.renamed(text_model_name)
-        _check_kind(fields, family.activation)
+        _check_kind(fields, family)
         outline = Outline(fields, family)
         design, (layers, rope) = outline.design, outline.layers()
         head = Head(
             **outline.sizes,
-            is_tied=_has_tied_embeddings(outer, fields, model_dir, is_wrapped),
+            **{
+                "is_tied": _has_tied_embeddings(outer, fields, model_dir, is_wrapped),
+                **design.head,
+            },
             multiplier=design.logit_multiplier,
             softcap=design.logit_softcap,
         )
@@ -363,9 +371,12 @@ class ModelConfig:
             family=name,
             is_wrapped=is_wrapped,
             hidden_size=head.hidden_size,
-            max_model_len=longest_sequence(fields, rope),
+            max_model_len=longest_sequence(fields, rope)
+            - design.embedding.get("first_position", 0),
             norm=replace(design.norm, eps=design.norm.eps or fields.number("rms_norm_eps", 1e-6)),
-            embedding=Embedding(**outline.sizes, multiplier=design.embedding_multiplier),
+            embedding=Embedding(
+                **outline.sizes, **design.embedding, multiplier=design.embedding_multiplier
+            ),
             layers=layers,
             head=head,
             eos_token_ids=eos_token_ids(
@@ -375,21 +386,24 @@ class ModelConfig:
             ),
             quantization=quantization,
             per_layer_inputs=design.per_layer_inputs,
+            is_encoder=family.is_encoder,
         )
         for each in (fields, outer) if is_wrapped else (fields,):
             check_keys(each, family.without_effect, outline.head_dim, has_encoders=each is outer)
         return config
 
 
-def _check_kind(fields: Fields, activation: str) -> None:
-    """Raises InvalidModel: for another activation than the family's, or bidirectional attention."""
+def _check_kind(fields: Fields, family: Family) -> None:
+    """Raises InvalidModel: for another activation than the family's, or attention to later tokens
+    in a decoder."""
+    activation = family.activation
     for name in ("hidden_act", "hidden_activation"):
         if fields.text(name) not in (*_ACTIVATIONS[activation], None):
             raise InvalidModel(
                 f"{fields.path} has {name} {shown(fields.get(name))}; only "
                 f"{_ACTIVATIONS[activation][0]!r} is supported for this architecture"
             )
-    if not fields.flag("is_causal", default=True):
+    if not (family.is_encoder or fields.flag("is_causal", default=True)):
         raise InvalidModel(
             f"{fields.path} has is_causal: false, so tokens also attend to later ones, which is "
             "not supported; use a model with causal attention"
@@ -437,4 +451,8 @@ def _token_ids(fields: Fields) -> list[int] | None:
 
 
 # The names that config.json has for each.
-_ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh", "gelu_tanh")}
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_tanh"),
+    "gelu": ("gelu",),
+}

@@ -36,6 +36,8 @@ _ENCODERS = "encoders of images or sound that are not served"
 # The tensors of an encoder that is read, but for a head that is for images alone.
 _OF_ENCODER = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|embed_vision)\..*")
 _OF_IMAGES_ALONE = re.compile(r".*vision_tower\.(vision_model\.)?head\..*")
+_HEADS = "heads of an encoder whose results are not served"
+_OF_HEADS = re.compile(r"(.*\.)?((pooler|cls|lm_head|head|decoder)\..*|position_ids)")
 _ZERO_BIASES = "biases that are zero"
 _MOST_NAMES = 3  # in a message
 
@@ -111,6 +113,8 @@ def _without_effect(stored: str, config: ModelConfig, files: TensorFiles) -> str
         return _TIED
     if config.is_wrapped and name == stored and not name.startswith((LAYER, "lm_head.")):
         return _ENCODERS
+    if config.is_encoder and _OF_HEADS.fullmatch(name):
+        return _HEADS
     if name.endswith(".bias") and not files.get(stored).any():  # GPTQ writes one for every layer
         return _ZERO_BIASES
     return next((why for why, names in _WITHOUT_EFFECT.items() if names.fullmatch(name)), None)

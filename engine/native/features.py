@@ -55,7 +55,8 @@ def _shared_settings(config: ModelConfig) -> Iterator[set[object]]:
     yield {layer.norms.post for layer in config.layers}
     yield {(each.norms_whole, each.norms_values) for each in config.attentions}
     active = (part for layer in config.layers for part in (layer.mlp, layer.experts))
-    yield {part.activation.is_gelu for part in active if part is not None}
+    activations = (part.activation for part in active if part is not None)
+    yield {(each.is_gelu, each.is_exact) for each in activations}
 
 
 def _sizes(config: ModelConfig) -> Iterator[tuple[str, int]]:

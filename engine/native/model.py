@@ -54,6 +54,7 @@ class NativeModel:
         self._dtype = model.embedding.dtype
         self._vocab_size = config.vocab_size
         self._inputs = model.per_layer_inputs
+        self._embedded = model.embedded if config.is_encoder else None
         tables = {*model.rotary.layers.values()}
         # All layers with attention have it, where images have positions of their own.
         self._angles = next((table for table in tables if table.axes is not None), None)
@@ -239,7 +240,7 @@ class NativeModel:
             input_rows=_address(input_rows),
             received=_address(received),
             sent=_address(sent),
-            inserts=0 if step.inserted is None else len(step.inserted.rows),
+            inserts=len(inserts.get("inserted", ())),
             num_deep=len(inserts.get("deepstack", ())),
             **{name: _address(tensor) for name, tensor in inserts.items()},
         )
@@ -252,6 +253,9 @@ class NativeModel:
         if self._angles is not None and step.angle_positions is not None:
             angles = self._angles.at(step.positions, step.angle_positions)
             found |= {"cos": angles.cos.contiguous(), "sin": angles.sin.contiguous()}
+        if self._embedded is not None:
+            rows = self._embedded(step).float().contiguous()
+            return found | {"insert_of": torch.arange(len(rows)), "inserted": rows}
         if (inserted := step.inserted) is not None:
             insert_of = torch.full_like(step.token_ids, -1)
             insert_of[inserted.at] = torch.arange(len(inserted.at))

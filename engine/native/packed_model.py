@@ -18,6 +18,7 @@ from penstock.engine.models.parts.delta_net.layer import DeltaNetLayer
 from penstock.engine.models.parts.experts.layer import ExpertsLayer
 from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.latent_attention.layer import LatentAttentionLayer
+from penstock.engine.models.parts.mlp.config import MLP
 from penstock.engine.models.parts.vocabulary.layer import multiplier
 from penstock.engine.native.packing import Packable, Packer, parts, stored
 from penstock.engine.native.structures import structure
@@ -73,7 +74,11 @@ def pack_model(
         layers=packer.array("Layer", layers),
         whole_qk_norm=any(attention.norms_whole for attention in config.attentions),
         has_post_norms=any(layer.norms.post for layer in config.layers),
-        is_gelu=any(layer.mlp and layer.mlp.activation.is_gelu for layer in config.layers),
+        gelu=max(
+            layer.mlp.activation.is_gelu + layer.mlp.activation.is_exact if layer.mlp else 0
+            for layer in config.layers
+        ),
+        is_centred=config.norm.is_centred,
         norms_values=any(attention.norms_values for attention in config.attentions),
         latents=packer.filled("Latents", next(latents, None)),
         embedding=embedding,
@@ -118,7 +123,7 @@ class _AttentionPacker:
         if isinstance(layer, LatentAttentionLayer):  # its values are in its keys
             both = both[0], both[0]
             given = dict.fromkeys(("query_norm", "key_norm", "sinks"))
-            given |= dict.fromkeys(("kv_parts", "has_gates", "has_spans"), 0)
+            given |= dict.fromkeys(("kv_parts", "has_gates", "has_spans", "is_two_sided"), 0)
         else:
             given["kv_parts"] = layer.config.num_kv_parts
         (keys, key_scales), (values, value_scales) = map(self._pages, both)
@@ -157,7 +162,7 @@ def _pack_layer(
     if isinstance(layer.mixer, LatentAttentionLayer):
         given["latent"] = _pack_latent(packer, layer.mixer)
     if mlp is not None:
-        given["mlp"] = _pack_mlp(packer, mlp.gate_up, mlp.down, mlp.config.size)
+        given["mlp"] = _pack_mlp(packer, mlp.gate_up, mlp.down, mlp.config.size, mlp.config)
     if layer.experts is not None:
         given["experts"] = _pack_experts(packer, layer.experts, norms.mlp_norm)
     if layer.per_layer_input is not None:
@@ -197,8 +202,16 @@ def _pack_latent(packer: Packer, layer: LatentAttentionLayer) -> Structure:
     )
 
 
-def _pack_mlp(packer: Packer, gate_up: Linear, down: Linear, size: int) -> Structure:
+def _pack_mlp(
+    packer: Packer, gate_up: Linear, down: Linear, size: int, config: MLP | None = None
+) -> Structure:
+    """config: None for a shared expert's."""
+    if config is not None and not config.has_gate:
+        [only] = packer.linears(gate_up, size)
+        return structure("MlpLayer")(size=size, gate=only, down=packer.linear(down))
     gate, up = packer.linears(gate_up, size, size)
+    if config is not None and config.has_up_first:
+        gate, up = up, gate
     return structure("MlpLayer")(size=size, gate=gate, up=up, down=packer.linear(down))
 
 
@@ -225,7 +238,8 @@ def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]
     """Returns the embedding and the head, which may be the same matrix."""
     config, table = model.config, model.embedding
     [output] = parts(model.lm_head, packer.dtype)
-    has_head = len(model.norm) > 0
+    # An encoder has no output layer, and its embedding stays as torch gathers its rows.
+    has_head = len(model.norm) > 0 and not config.is_encoder
     given = {"linear": packer.packed(output)} if has_head else {}
     head = packer.filled("Head", model, config.head, **given)
     # Codes that are widened, as of odd columns, are not the embedding, which was never rounded.

@@ -33,8 +33,9 @@ _INTEGER_ONE = 2.0**32
 
 @dataclass(slots=True)
 class _Gathered:
-    """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST, `_INTEGER_ONE`
-    times the sum for MEAN. is_valid: no logit so far is NaN or +inf, and every state is finite."""
+    """The results so far of the prompt in `slot`. state: float64 for Pooling.LAST and FIRST,
+    `_INTEGER_ONE` times the sum for MEAN. is_valid: no logit so far is NaN or +inf, and every state
+    is finite."""
 
     requested: PromptOutputRequest
     slot: int
@@ -118,6 +119,8 @@ class PromptReader:
             gathered.is_valid &= bool(states.isfinite().all())
         if pooling is Pooling.LAST and part.end == gathered.num_tokens:
             gathered.state = states[-1].double()
+        elif pooling is Pooling.FIRST and part.start == 0:
+            gathered.state = states[0].double()
         elif pooling is Pooling.MEAN:
             part_sum = (states.double() * _INTEGER_ONE).long().sum(0)
             gathered.state = part_sum if gathered.state is None else gathered.state + part_sum

@@ -120,6 +120,7 @@ class ModelInfo:
     tensor_parallel_size: how many ranks have a part of every layer each. pipeline_parallel_size:
     how many stages there are, each of some layers. Bytes, operations, peaks and measurements are
     then those of one rank, in the last stage. encoder: of images; None where it takes text alone.
+    generates: whether it continues a text; an encoder of text does not, and computes prompts whole.
     """
 
     architecture: str
@@ -160,6 +161,7 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     encoder: EncoderInfo | None = None
+    generates: bool = True
 
     @property
     def max_in_flight(self) -> int:

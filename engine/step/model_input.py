@@ -65,11 +65,12 @@ class ModelInput:
     all_states: (T, hidden_size), where the states of all tokens are written, after the final norm,
     if given. merged: (T, hidden_size), the states that a head that drafts reads.
 
-    The others are None in a step of sequences without inserts. inserted: what stands in place of
-    embedded tokens. angle_positions: (3, T) int64, of frame, row and column: what rotary positions
-    with `RopeConfig.sections` rotate by, where it is not `positions`. reaches: (T,) int64, the
-    position after the last that a token attends to, in layers with `Attention.has_spans`, where it
-    is not its own.
+    The others are None in a step of a decoder's sequences without inserts. inserted: what stands in
+    place of embedded tokens. angle_positions: (3, T) int64, of frame, row and column: what rotary
+    positions with `RopeConfig.sections` rotate by, where it is not `positions`. reaches: (T,)
+    int64, the position after the last that a token attends to, in layers with
+    `Attention.has_spans`, where it is not its own. segments: (T,) int64, which of a prompt's texts
+    a token is of, for an encoder; None for the first.
     """
 
     token_ids: Tensor
@@ -88,11 +89,12 @@ class ModelInput:
     inserted: InsertedRows | None = None
     angle_positions: Tensor | None = None
     reaches: Tensor | None = None
+    segments: Tensor | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         names = (
             *("token_ids", "positions", "kv_slots", "block_tables", "sample_rows"),
-            *("inserted", "angle_positions", "reaches"),
+            *("inserted", "angle_positions", "reaches", "segments"),
         )
         given = {name: getattr(self, name) for name in names}
         return replace(
@@ -149,6 +151,13 @@ def build_model_input(
         snapshots=batch.snapshots,
         num_drafts=tuple(map(len, batch.drafts)),
     )
+
+
+def as_encoder_input(step: ModelInput) -> ModelInput:
+    """Each row is a whole text, whose tokens attend to all of it."""
+    counts = torch.tensor(step.query_starts).diff()
+    reaches = torch.tensor(step.context_lens).repeat_interleave(counts)
+    return replace(step, reaches=reaches.to(step.positions.device))
 
 
 def num_single(batch: ScheduledBatch) -> int:

@@ -96,7 +96,7 @@ class Sequence:
         """Every token of its prompt must run: what is to be returned for it is not cached."""
         wanted = self.prompt_request
         return wanted is not None and (
-            wanted.num_logprobs is not None or wanted.pooling is Pooling.MEAN
+            wanted.num_logprobs is not None or wanted.pooling in (Pooling.MEAN, Pooling.FIRST)
         )
 
     @property

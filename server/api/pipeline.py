@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.server.api.common import Received, receive, response_to_nobody, unless_disconnected
+from penstock.server.errors import GeneratesNothing
 from penstock.server.http.middleware import DIRECT_SEND
 from penstock.server.http.sse import EventStream, EventWriter
 from penstock.server.output.delta import OutputDelta
@@ -69,6 +70,8 @@ async def answer_request(http: Request, api: TextApi[AnswerFields]) -> Response:
 async def prepare(api: TextApi[Fields], received: Received[Fields]) -> GenerationRequest:
     """Rendered, tokenized, constrained, and turned into one frozen object: the wire ends here."""
     model = received.model
+    if not model.info.generates:
+        raise GeneratesNothing(model.info.architecture)
     with received.fields.error_names():
         fields, prompts = await api.render(received)
         rules = fields.answer_rules

@@ -202,7 +202,7 @@ def pooler_config(text: str) -> PoolerConfig:
     except (ValueError, AttributeError, TypeError) as error:
         raise argparse.ArgumentTypeError(
             f'{text} must be like {{"pooling_type": "MEAN", "normalize": true}}; pooling_type is '
-            "LAST or MEAN, and there are no other keys"
+            "LAST, CLS or MEAN, and there are no other keys"
         ) from error
 
 

@@ -355,8 +355,8 @@ GROUPS = {
         Flag(
             "--pooler-config JSON",
             'how embeddings are made, such as {"pooling_type": "MEAN", "normalize": true}; '
-            "pooling_type is LAST or MEAN (default: as the model's directory says, else the last "
-            "token's state, normalized)",
+            "pooling_type is LAST, CLS or MEAN (default: as the model's directory says, else the "
+            "last token's state, or an encoder's first, normalized)",
             field="pooler",
             parse=pooler_config,
         ),

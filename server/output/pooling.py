@@ -1,16 +1,17 @@
 """How a model's states become embeddings: by the model's directory, or by `--pooler-config`.
 
 A directory in the layout of sentence-transformers defines it in `modules.json` and in the pooling
-module's `config.json`. For others it is the last token's state, normalized, as in vLLM.
+module's `config.json`. For others it is the last token's state, or an encoder's first, normalized,
+as in vLLM.
 """
 
 import math
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.engine.client import read_model_json, read_model_object
+from penstock.engine.client import ModelInfo, read_model_json, read_model_object
 from penstock.scheduler.errors import InvalidConfig
 from penstock.scheduler.types import Pooling
 from penstock.server.config import PoolerConfig
@@ -20,8 +21,10 @@ from penstock.server.errors import InvalidRequest, UnsupportedParameter
 _MODES = {
     "lasttoken": Pooling.LAST,
     "mean": Pooling.MEAN,
+    "cls": Pooling.FIRST,
     "pooling_mode_lasttoken": Pooling.LAST,
     "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_cls_token": Pooling.FIRST,
 }
 _SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -30,11 +33,12 @@ _SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 class Pooler:
     """From the states of a prompt to its embedding.
 
+    pooling: None as long as nothing says it: it is then that of vLLM, see `of`.
     hidden_size: numbers of a state. matryoshka: the dimensions to which an embedding may be
     truncated; None for none, empty for any. problem: why this model cannot make embeddings.
     """
 
-    pooling: Pooling = Pooling.LAST
+    pooling: Pooling | None = None
     normalizes: bool = True
     hidden_size: int = 0
     matryoshka: tuple[int, ...] | None = None
@@ -47,11 +51,16 @@ class Pooler:
         model = read_model_object(directory / "config.json")
         pooling, normalizes, problem = _read_modules(directory)
         return cls(
-            pooling=config.pooling or pooling or Pooling.LAST,
+            pooling=config.pooling or pooling,
             normalizes=normalizes if config.normalize is None else config.normalize,
             matryoshka=_matryoshka(directory, model),
             problem=None if config.pooling else problem,
         )
+
+    def of(self, info: ModelInfo) -> Self:
+        """Returns it for a loaded model."""
+        default = Pooling.LAST if info.generates else Pooling.FIRST
+        return replace(self, hidden_size=info.hidden_size, pooling=self.pooling or default)
 
     def check(self, dimensions: int | None, param: str = "dimensions") -> None:
         """Raises InvalidRequest if the model has no embeddings of these dimensions, which the
@@ -101,8 +110,8 @@ def _read_modules(directory: Path) -> tuple[Pooling | None, bool, str | None]:
     if len(modes) == 1 and modes[0] in _MODES:
         return _MODES[modes[0]], normalizes, None
     problem = (
-        f"this model pools by {' and '.join(modes) or 'nothing'}; this server supports the last "
-        "token's state and the mean, which its operator can choose with --pooler-config"
+        f"this model pools by {' and '.join(modes) or 'nothing'}; this server supports the first "
+        "token's state, the last's and the mean, which its operator can choose with --pooler-config"
     )
     return None, normalizes, problem
 

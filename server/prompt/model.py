@@ -167,7 +167,7 @@ async def load_model(
         info=info,
         encoder=files.encoder,
         defaults=files.defaults,
-        pooler=replace(files.pooler, hidden_size=info.hidden_size),
+        pooler=files.pooler.of(info),
         grammars=GrammarChecker(directory, info, config.engine.load_format),
         images=images,
         chat_format=ChatFormat.detect(

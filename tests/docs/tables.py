@@ -9,6 +9,7 @@ A test fails if a page has another text than this.
 import argparse
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,16 @@ _MODELS = {
 }
 
 
+_ENCODERS = {
+    "bert": "BERT: all-MiniLM, bge, e5, gte-base, snowflake-arctic-embed",
+    "roberta": "RoBERTa: all-distilroberta, unixcoder",
+    "xlm-roberta": "XLM-RoBERTa: bge-m3 (dense), multilingual-e5, snowflake-arctic-embed-l-v2",
+    "modernbert": "ModernBERT: gte-modernbert, nomic modernbert-embed",
+    "nomic_bert": "Nomic: nomic-embed-text-v1.5",
+    "gte": "GTE: gte-multilingual-base, gte-base-en-v1.5",
+}
+
+
 def tested_families() -> str:
     """Those that the tests compare with transformers, with what their tiny models have."""
     from gguf import MODEL_ARCH_NAMES
@@ -230,6 +241,21 @@ def tested_families() -> str:
     paths = ("compiled CPU step", "GPU kernels", "codes", "GGUF")
     titles = ("models", "architecture", "flags", *paths)
     return _table(titles, rows)
+
+
+def encoders() -> str:
+    """Those of text that the tests compare with transformers."""
+    from tests.support.encoder_models import ENCODERS, save_encoder
+
+    rows = []
+    for name in ENCODERS:
+        with tempfile.TemporaryDirectory() as directory:
+            save_encoder(name, Path(directory))
+            config = ModelConfig.from_dir(Path(directory))
+        named = ", ".join(f"`{feature}`" for feature in sorted(config.features))
+        is_compiled = "yes" if _is_compiled(config) else "no"
+        rows.append((_ENCODERS[name], f"`{name}`", named, is_compiled))
+    return _table(("models", "model_type", "flags", "compiled CPU step"), rows)
 
 
 def _is_compiled(config: ModelConfig) -> bool:
@@ -271,6 +297,7 @@ def fallback() -> str:
 
 # Each is written into docs/NAME.md.
 TABLES: dict[str, Callable[[], str]] = {
+    "encoders": encoders,
     "fallback": fallback,
     "families": tested_families,
     "flags": flags,

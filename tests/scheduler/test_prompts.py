@@ -134,13 +134,13 @@ def test_the_last_tokens_state_is_the_same_after_a_cached_prefix() -> None:
     assert len(prompt_output(driver, "a").embedding or b"") == 4 * HIDDEN_SIZE
 
 
-def test_mean_and_last_differ_unless_the_prompt_is_one_token() -> None:
+def test_mean_and_first_and_last_differ_unless_the_prompt_is_one_token() -> None:
     for length, is_equal in ((1, True), (2, False)):
-        last, mean = (
+        last, mean, first = (
             prompt_output_alone(make_request("a", length, max_tokens=0, pooling=pooling))
             for pooling in Pooling
         )
-        assert (last == mean) is is_equal
+        assert (last == mean) is (last == first) is is_equal
 
 
 def test_a_preempted_prompt_is_read_again_from_its_beginning_and_returned_once() -> None:

@@ -223,13 +223,15 @@ def size_cpu_pool(
     max_model_len: int,
     memory: KVMemory | None = None,
     num_ranks: int = 1,
+    only_of_steps: bool = False,
 ) -> PoolSize:
     """`size_pool` with --kv-cache-memory-bytes, or else a quarter of the memory that the weights
     leave free. Never more than max_num_seqs sequences of the full length can fill.
 
     max_model_len: the model's own limit. memory: pools that are in it already keep their sizes, as
     that is no longer free. num_ranks: how many processes do the same on this machine, each
-    with such weights.
+    with such weights. only_of_steps: whether no more is needed than what a step computes, and as
+    much that is admitted and waits for the next.
     """
     max_len = resolve_max_model_len(engine.max_model_len, max_model_len)
     sizes = memory.num_blocks if memory else None
@@ -240,11 +242,14 @@ def size_cpu_pool(
     else:
         free = max(0, available_memory_bytes() // num_ranks - weight_bytes)
         budget = engine.kv_cache_memory_bytes or int(_DEFAULT_FRACTION * free)
+    num_seqs, block_size = engine.scheduler.max_num_seqs, pools[0].block_size
+    # The last block of each text may be nearly empty, and each that runs keeps one in reserve.
+    of_steps = 2 * (-(-engine.scheduler.max_step_tokens // block_size) + 2 * num_seqs)
     return size_pool(
         pools,
         engine.scheduler,
         budget=budget,
-        max_blocks=engine.scheduler.max_num_seqs * -(-max_len // pools[0].block_size),
+        max_blocks=num_seqs * -(-max_len // block_size) if not only_of_steps else of_steps,
         max_len=max_len,
         may_shorten=engine.max_model_len is None,
         advice=lambda needed: f"set --kv-cache-memory-bytes to at least {needed}",

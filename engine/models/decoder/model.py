@@ -32,14 +32,14 @@ from penstock.engine.models.parts.latent_attention.config import LatentAttention
 from penstock.engine.models.parts.latent_attention.layer import LatentAttentionLayer
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.mlp.layer import MLPLayer
-from penstock.engine.models.parts.norm.layer import NormsLayer, normed, rms_norm
+from penstock.engine.models.parts.norm.layer import NormsLayer, normed
 from penstock.engine.models.parts.per_layer_inputs.layer import (
     PerLayerInputLayer,
     PerLayerInputsTable,
 )
 from penstock.engine.models.parts.reader import PartLayer, PartReader, WeightSource, summed
 from penstock.engine.models.parts.tensors import Part
-from penstock.engine.models.parts.vocabulary.layer import embed, scaled_logits
+from penstock.engine.models.parts.vocabulary.layer import EmbeddedSums, embed, scaled_logits
 from penstock.engine.ranks.group import Group
 from penstock.engine.ranks.pipeline import Pipeline
 from penstock.engine.step.model_input import ModelInput
@@ -111,6 +111,7 @@ class DecoderLayer:
         """
         mixed = summed(self.group, mixed)
         residual = residual + normed(mixed, self.norms.attended_norm, self.eps)
+        residual = normed(residual, self.norms.attended_sum_norm, self.eps)
         x = normed(residual, self.norms.mlp_norm, self.eps)
         if self.mlp is None:
             assert self.experts is not None, "a layer has an MLP or experts"
@@ -122,6 +123,7 @@ class DecoderLayer:
             else:
                 change = self.experts.with_mlp(residual, change)
         residual = residual + normed(change, self.norms.active_norm, self.eps)
+        residual = normed(residual, self.norms.active_sum_norm, self.eps)
         if self.per_layer_input is not None:
             assert inputs is not None, "the model makes the layers' inputs"
             residual = residual + self.per_layer_input(residual, inputs)
@@ -205,7 +207,9 @@ class LlamaModel:
         has_table = stage.is_first or (stage.is_last and head.is_tied)
         table = config.embedding.linears["table"]
         self.embedding = reader.weight(table) if has_table else empty(0, config.hidden_size)
-        self.norm = reader.vector(head.vectors["norm"]) if stage.is_last else empty(0)
+        self.sums = EmbeddedSums.read(config.embedding, reader) if stage.is_first else None
+        has_norm = stage.is_last and head.has_norm
+        self.norm = reader.vector(head.vectors["norm"]) if has_norm else empty(0)
         output = head.linears["output"]
         self.lm_head: Linear
         if not stage.is_last:
@@ -249,14 +253,15 @@ class LlamaModel:
             torch.cat(passed, out=self.pipeline.room(num_rows, hidden, residual.dtype))
             self.pipeline.send()
             return residual[:0]
-        return rms_norm(residual[rows], self.norm, self.config.norm.eps)
+        norm = self.norm if self.config.head.has_norm else None
+        return normed(residual[rows], norm, self.config.norm.eps)
 
     def _begin(self, step: ModelInput) -> tuple[Tensor, Tensor]:
         """The states before the first layer that is here, and those before the model's first where
         per-layer inputs are made of them: (T, hidden_size) each."""
         pipeline, num_tokens = self.pipeline, len(step.token_ids)
         if pipeline.before is None:
-            embedded = self._embed(step.token_ids_or(0))
+            embedded = self.embedded(step)
             if (inserted := step.inserted) is not None:
                 embedded = embedded.index_copy(0, inserted.at, inserted.rows.to(embedded.dtype))
             return embedded, embedded
@@ -264,6 +269,11 @@ class LlamaModel:
         received = pipeline.receive(num_passed(self.config) * num_tokens, hidden, dtype).clone()
         pipeline.taken()
         return received[:num_tokens], received[-num_tokens:]
+
+    def embedded(self, step: ModelInput) -> Tensor:
+        """What is embedded of a step's tokens: (T, hidden_size)."""
+        embedded = self._embed(step.token_ids_or(0))
+        return self.sums(embedded, step.positions, step.segments) if self.sums else embedded
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         config = self.config.embedding

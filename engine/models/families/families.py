@@ -5,6 +5,7 @@ facts: the classes of transformers with these names, which the tests compare wit
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
 from penstock.engine.models.families import deepseek, gemma4
+from penstock.engine.models.families.encoders import ENCODERS
 from penstock.engine.models.families.outline import (
     ATTENTION_BIASES,
     Design,
@@ -608,16 +610,27 @@ WRAPPERS = {
 }
 
 
+# Decoders, and encoders of text.
+SERVED = {**FAMILIES, **ENCODERS}
+
+
+def _encoder(architecture: str) -> str:
+    """The class without the head of its training, of an encoder's architecture; others as they
+    are."""
+    base = re.sub(r"For(MaskedLM|PreTraining)$", "Model", architecture)
+    return base if base in {each.architecture for each in ENCODERS.values()} else architecture
+
+
 def find_family(fields: Fields) -> tuple[str, Fields]:
     """The family that config.json names, and the text model's own part of it: the whole, or its
     text_config. Raises InvalidModel."""
-    architectures = fields.names("architectures") or []
+    architectures = [_encoder(name) for name in fields.names("architectures") or []]
     model_type = fields.text("model_type")
-    family_of = {family.architecture: name for name, family in FAMILIES.items()}
+    family_of = {family.architecture: name for name, family in SERVED.items()}
     wrapper_of = {wrapper.architecture: name for name, wrapper in WRAPPERS.items()}
     named = [{**family_of, **wrapper_of}.get(name) for name in architectures] or [model_type]
     for name in named:
-        if name in FAMILIES:
+        if name in SERVED:
             return name, fields
         if name in WRAPPERS:
             return _wrapped(fields, WRAPPERS[name])

@@ -44,6 +44,7 @@ _HARMLESS = frozenset(
 )
 _HARMLESS_PATTERNS = (
     *("_*", "*_version", "*_token", "*_token_id", "*_token_index", "*_token_ids", "*_dropout"),
+    *("*_dropout_prob", "*_probs_dropout_prob"),
     *("*_pdrop", "initializer*", "output_*", "*_init_std", "*_loss_*coef", "unsloth_*"),
     *("training_*", "wandb*"),
 )

@@ -13,11 +13,16 @@ from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings
 from penstock.engine.models.parts.attention.windows import FULL, SLIDING, Windows, no_window
 from penstock.engine.models.parts.experts.config import MAX_WIDTH, Experts
 from penstock.engine.models.parts.layer import Layer
-from penstock.engine.models.parts.mlp.config import MLP, Activation
+from penstock.engine.models.parts.mlp.config import MLP, SILU, Activation
 from penstock.engine.models.parts.norm.config import Norms
 from penstock.engine.models.parts.per_layer_inputs.config import PerLayerInput, PerLayerInputs
 from penstock.engine.models.parts.tensors import NormKind, Part
 
+ACTIVATIONS = {
+    "silu": SILU,
+    "gelu_tanh": Activation(is_gelu=True),
+    "gelu": Activation(is_gelu=True, is_exact=True),
+}
 # Far more than any model has: absurd sizes are refused before anything is allocated for them.
 _MAX_LAYERS = 10_000
 MAX_HEADS = 2**16
@@ -35,12 +40,12 @@ _MLP_BIASES = {"has_bias": "mlp_bias"}
 class Design:
     """In what the layers of a family differ from Llama's.
 
-    attention, norms: fields of these parts, the same in all layers. attention_flags, mlp_flags:
-    further fields, with the keys of config.json that set them. experts: what layers have in place
-    of an MLP, or beside it; which ones, is have_experts, None for all. mixers: for each layer what
-    it has in place of attention, or None; empty where all have attention. per_layer_inputs: None
-    without. by_layer: gives a layer as it is, from its number and what it would be. norm: without
-    its eps, where config.json has that.
+    attention, norms, mlp: fields of these parts, the same in all layers; embedding, head: likewise.
+    attention_flags, mlp_flags: further fields, with the keys of config.json that set them. experts:
+    what layers have in place of an MLP, or beside it; which ones, is have_experts, None for all.
+    mixers: for each layer what it has in place of attention, or None; empty where all have
+    attention. per_layer_inputs: None without. by_layer: gives a layer as it is, from its number and
+    what it would be. norm: without its eps, where config.json has that.
     """
 
     attention: Settings = field(default_factory=dict)
@@ -53,6 +58,9 @@ class Design:
     mixers: tuple[Part | None, ...] = ()
     per_layer_inputs: PerLayerInputs | None = None
     by_layer: Callable[[int, Layer], Layer] | None = None
+    mlp: Settings = field(default_factory=dict)
+    embedding: Settings = field(default_factory=dict)
+    head: Settings = field(default_factory=dict)
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
@@ -110,7 +118,8 @@ class Family:
     head, or of what rotary positions rotate of it. computes: keys of `rope_parameters` that it
     understands and others do not. without_effect: keys that change the answer in other families
     alone. has_fused_names: whether q, k, v, and gate, up, are one tensor each. exceeds_float16:
-    whether activations of its models are larger than what float16 holds.
+    whether activations of its models are larger than what float16 holds. is_encoder: whether its
+    tokens attend to later ones, and nothing is generated.
     """
 
     architecture: str
@@ -125,6 +134,7 @@ class Family:
     without_effect: frozenset[str] = frozenset()
     has_fused_names: bool = False
     exceeds_float16: bool = False
+    is_encoder: bool = False
 
 
 def check_heads(
@@ -162,7 +172,7 @@ class Outline:
         key = family.head_dim_key
         self.head_dim = fields.count(key, default=hidden // heads, most=MAX_HEAD_DIM)
         vocab_size = fields.count("vocab_size", most=_MAX_VOCABULARY)
-        self.sizes = {"hidden_size": hidden, "vocab_size": vocab_size}
+        self.sizes: dict[str, Any] = {"hidden_size": hidden, "vocab_size": vocab_size}
         check_neutral(fields, family.computes)
         kv_heads = KVHeads(self._num_kv_heads, self.head_dim)
         check_heads(fields, heads, kv_heads, head_dim=f"{key} is")
@@ -192,7 +202,13 @@ class Outline:
     def _attention(self, implied: Settings) -> Attention:
         """Attention without a window and rotary positions. implied: fields by the latter."""
         design = self.design
-        settings = {**implied, **self._flags(design.attention_flags), **design.attention}
+        is_fused = {"is_fused": self._family.has_fused_names}
+        settings = {
+            **is_fused,
+            **implied,
+            **self._flags(design.attention_flags),
+            **design.attention,
+        }
         if is_number(settings.get("scale"), self.head_dim**-0.5):
             del settings["scale"]
         return Attention(
@@ -202,7 +218,6 @@ class Outline:
             head_dim=self.head_dim,
             window=None,
             rope=None,
-            is_fused=self._family.has_fused_names,
             **settings,
         )
 
@@ -219,9 +234,10 @@ class Outline:
             mlp = MLP(
                 hidden_size=self._hidden_size,
                 size=fields.count("intermediate_size", most=MAX_WIDTH),
-                activation=Activation(is_gelu=self._family.activation == "gelu_tanh"),
+                activation=ACTIVATIONS[self._family.activation],
                 is_fused=self._family.has_fused_names,
                 **flags,
+                **design.mlp,
             )
         norms = Norms(hidden_size=self._hidden_size, **design.norms)
         return Layer(norms=norms, mixer=attention, mlp=mlp, per_layer_input=own)

@@ -163,8 +163,8 @@ def _kind(fields: Fields, architectures: list[str], model_type: str | None) -> s
         return "an audio model"
     if any(isinstance(fields.get(key), int) and fields.get(key) > 1 for key in EXPERTS):
         return "a mixture of experts"
-    if name.endswith("ForMaskedLM") or _ENCODERS.search(f"{model_type or name}".lower()):
-        return "an encoder, which generates no text"
     if _CLASSIFIERS.search(name):
         return "a classifier, which generates no text"
+    if name.endswith("ForMaskedLM") or _ENCODERS.search(f"{model_type or name}".lower()):
+        return "an encoder, which generates no text"
     return None

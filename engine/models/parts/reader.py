@@ -84,6 +84,11 @@ class PartReader:
         is_wide = self._norm.is_wide if spec.is_norm else spec.is_wide
         dtype = torch.float32 if is_wide else None
         vector = self.weights.read(spec.shape, self._prefix + spec.name, dtype=dtype)
+        if spec.is_norm and self._norm.is_centred:
+            bias = torch.zeros_like(vector)
+            if spec.has_bias:
+                bias = self.weights.read(spec.shape, self._prefix + spec.bias_name, dtype=dtype)
+            vector = torch.stack((vector, bias))
         if not is_wide:
             return vector
         return vector.float() + (self._norm.offset if spec.is_norm else 0.0)

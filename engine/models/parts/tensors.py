@@ -147,11 +147,13 @@ class LinearSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormKind:
     """How all norms of a model are computed. offset: added to the weight, which is then, as where
-    is_wide, multiplied in float32."""
+    is_wide, multiplied in float32. is_centred: whether the mean is subtracted before (LayerNorm);
+    a bias may be added then."""
 
     eps: float = 1e-6
     is_wide: bool = False
     offset: float = 0.0
+    is_centred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class VectorSpec:
     name: within the layer, in full. rows: as of `MatrixSpec`. others: its further dimensions.
     gguf: its name within a layer of a GGUF file; empty where no such file has it. is_norm: whether
     it is computed with as the model's `NormKind` says; else in float32 if is_wide, or in the type
-    of the model.
+    of the model. has_bias: of a norm that is centred.
     """
 
     name: str
@@ -170,6 +172,7 @@ class VectorSpec:
     gguf: str = ""
     is_norm: bool = False
     is_wide: bool = True
+    has_bias: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -177,7 +180,11 @@ class VectorSpec:
 
     @property
     def num_weights(self) -> int:
-        return prod(self.shape)
+        return prod(self.shape) * (1 + self.has_bias)
+
+    @property
+    def bias_name(self) -> str:
+        return f"{self.name.removesuffix('.weight')}.bias"
 
 
 class Part:
@@ -234,6 +241,8 @@ class TensorTable:
         found: dict[str, tuple[tuple[Axis, ...], Axis | None]] = {}
         for vector in self.vectors:
             found[vector.name] = (vector.rows, None)
+            if vector.has_bias:
+                found[vector.bias_name] = (vector.rows, None)
         for matrix in self.matrices():
             for name in matrix.names:
                 found[name] = found[f"{name}.weight"] = (matrix.rows, matrix.columns)
@@ -256,6 +265,8 @@ class TensorTable:
         """The full name and the shape of every tensor of plain weights."""
         for vector in self.vectors:
             yield vector.name, vector.shape
+            if vector.has_bias:
+                yield vector.bias_name, vector.shape
         for linear in self.linears:
             for matrix in linear.matrices:
                 for name in matrix.names:

@@ -46,11 +46,17 @@ struct HeadKeys {
 struct Rows {  // `group` rows a token; its positions follow each other
     int64_t first_position, tokens, group, window;
     const int64_t *reaches;  // of the tokens, see Step, or null
+    int64_t ahead = 0;       // how many positions a token attends to from its own on; 0: as far as it reaches
 
     int64_t count() const { return tokens * group; }
-    int64_t reach(int64_t token) const { return reaches ? reaches[token] : first_position + token + 1; }
+    int64_t reach(int64_t token) const {
+        if (!reaches) return first_position + token + 1;
+        return ahead ? std::min(reaches[token], first_position + token + ahead) : reaches[token];
+    }
     int64_t end() const {  // the position after the last that any attends to
-        return reaches ? *std::max_element(reaches, reaches + tokens) : first_position + tokens;
+        if (!reaches) return first_position + tokens;
+        const int64_t end = *std::max_element(reaches, reaches + tokens);
+        return ahead ? std::min(end, first_position + tokens - 1 + ahead) : end;
     }
     int64_t oldest(int64_t position) const {
         return window ? std::max<int64_t>(position - window + 1, 0) : 0;

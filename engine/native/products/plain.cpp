@@ -62,8 +62,8 @@ void embed_row(const void *table, int64_t row, int64_t size, bool in_bands, floa
         for (int64_t j = 0; j < group; ++j) out[i + j] = widen(from[j]) * factor;
 }
 
-void normalise_to_x(const float *in, const float *scale, int64_t size, float eps, void *x) {
-    normalise(in, scale, size, eps, static_cast<X *>(x));
+void normalise_to_x(const float *in, const float *scale, int64_t size, NormKind by, void *x) {
+    normalise(in, scale, size, by, static_cast<X *>(x));
 }
 void activate_to_x(const Activation &by, const float *gate, const float *up, int64_t in_step, int64_t rows,
                    int64_t size, void *x, int64_t x_step) {
@@ -74,8 +74,8 @@ void divide_to_x(const float *in, float by, int64_t count, void *x) {
 }
 void widen_x(const void *x, int64_t size, float *out) { widen_row(static_cast<const X *>(x), size, out); }
 
-void normalise_to_state(const float *in, const float *scale, int64_t size, float eps, void *state) {
-    normalise(in, scale, size, eps, static_cast<T *>(state));
+void normalise_to_state(const float *in, const float *scale, int64_t size, NormKind by, void *state) {
+    normalise(in, scale, size, by, static_cast<T *>(state));
 }
 void copy_state(const void *state, int64_t size, void *x) {
     copy_row(weights(state), size, static_cast<X *>(x));

@@ -166,10 +166,11 @@ class LinearLayers {
             const Input in = source();
             float *gate = thread.worker.products.get(), *up = gate + kChunk * kBand;
             multiply(mlp.gate, in, first, count, band, gate);
-            multiply(mlp.up, in, first, count, band, up);
+            if (mlp.up.rows) multiply(mlp.up, in, first, count, band, up);
+            else std::fill_n(up, count * kBand, 1.0f);  // there is one product, of which this is the function
             if (adapters_.any()) {
                 adapters_.add(place, 0, band, first, count, gate);
-                adapters_.add(place, 1, band, first, count, up);
+                if (mlp.up.rows) adapters_.add(place, 1, band, first, count, up);
             }
             for (int64_t i = 0; weights && i < count * kBand; ++i) up[i] *= weights[first + i / kBand];
             const int64_t columns = std::min(kBand, mlp.size - band * kBand);
@@ -201,7 +202,7 @@ class LinearLayers {
     const Step &s_;
     Norms &norms_;
     Adapters &adapters_;
-    const Activation activation_{m_.is_gelu != 0, 0, 0};
+    const Activation activation_{m_.gelu, 0, 0};
 };
 
 }  // namespace

@@ -24,9 +24,40 @@ inline void multiply_by(const float *in, const float *scale, int64_t size, float
     for (; i < size; ++i) store(out + i, in[i] * factor * scale[i]);
 }
 
+// How a model's norms are computed. is_centred: the mean is subtracted before, and a bias, which follows the scale in
+// memory, is added.
+struct NormKind {
+    NormKind(float of, bool centred = false) : eps(of), is_centred(centred) {}
+    float eps;
+    bool is_centred;
+};
+
+template <class Out>
+inline void centre(const float *in, const float *scale, int64_t size, float eps, Out *out) {
+    const float *bias = scale + size;
+    Floats sums = {}, squares = {};
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) sums = sums + load(in + i);
+    float total = sum(sums), square = 0;
+    for (; i < size; ++i) total += in[i];
+    const float mean = total / size;
+    for (i = 0; i + kLanes <= size; i += kLanes) {
+        const Floats x = load(in + i) - mean;
+        squares = fused(x, x, squares);
+    }
+    square = sum(squares);
+    for (; i < size; ++i) square += (in[i] - mean) * (in[i] - mean);
+    const float factor = 1.0f / std::sqrt(square / size + eps);
+    for (i = 0; i + kLanes <= size; i += kLanes)
+        store(out + i, (load(in + i) - mean) * factor * load(scale + i) + load(bias + i));
+    for (; i < size; ++i) store(out + i, (in[i] - mean) * factor * scale[i] + bias[i]);
+}
+
 // scale: null where there is no norm. out may be in.
 template <class Out>
-inline void normalise(const float *in, const float *scale, int64_t size, float eps, Out *out) {
+inline void normalise(const float *in, const float *scale, int64_t size, NormKind by, Out *out) {
+    const float eps = by.eps;
+    if (scale && by.is_centred) return centre(in, scale, size, eps, out);
     if (scale) return multiply_by(in, scale, size, mean_square(in, size), eps, out);
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(out + i, load(in + i));
@@ -35,13 +66,24 @@ inline void normalise(const float *in, const float *scale, int64_t size, float e
 
 // An MLP, or an expert, makes this of gate and up. limit: both are clamped to it; 0: they are not.
 struct Activation {
-    bool is_gelu;
+    int64_t gelu;  // 0: SiLU; 1: GELU by tanh; 2: by the error function
     float alpha, limit;
 
-    // SiLU, or GELU by tanh, which is x times a sigmoid too: (1 + tanh(y / 2)) / 2 = 1 / (1 + exp(-y)).
+    // GELU by tanh is x times a sigmoid, too: (1 + tanh(y / 2)) / 2 = 1 / (1 + exp(-y)).
     Floats of(Floats x) const {
+        if (gelu == 2) return exact(x);
+        const bool is_gelu = gelu;
         const Floats y = is_gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
         return x / (1.0f + exp(-y));
+    }
+
+    // x times the normal distribution's share below it, whose tail is within 8e-8. Source: Abramowitz and Stegun 1964,
+    // 7.1.26.
+    static Floats exact(Floats x) {
+        const Floats size = larger(x, -x), z = size * 0.7071067812f, t = 1.0f / (1.0f + 0.3275911f * z);
+        const Floats polynomial =
+            t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+        return larger(x, Floats{}) - size * 0.5f * polynomial * exp(-z * z);
     }
 };
 

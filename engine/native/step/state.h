@@ -146,7 +146,7 @@ struct StepState {
 
     // More than there are.
     int64_t num_phases() const {
-        return (13 + (model.latents.latent_dim ? 5 : 0) + (model.experts.num_experts ? 18 : 0) +
+        return (15 + (model.latents.latent_dim ? 5 : 0) + (model.experts.num_experts ? 18 : 0) +
                 (model.inputs.size ? 6 : 0) + (step.num_runs ? 4 : 0) + (model.ranks.group ? 5 : 0)) *
                    model.num_layers + 11 + step.num_deep;
     }

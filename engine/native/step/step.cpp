@@ -59,6 +59,7 @@ class StepJob : public Job {
         else if (layer.latent.latent_norm) latents_.run(thread, index);
         else attention_.run(thread, index);
         context_.norms.add_change(thread, index, layer.attended_norm);
+        context_.norms.normalise_sums(thread, layer.attended_sum_norm);
         if (has_mlp) mlp_.run(thread, index);
         const float scalar = has_input ? 1.0f : float(layer.scalar);
         if (has_mlp && has_experts) {
@@ -68,6 +69,7 @@ class StepJob : public Job {
             if (has_experts) experts_.run(thread, index);
             context_.norms.add_change(thread, index, layer.active_norm, scalar);
         }
+        context_.norms.normalise_sums(thread, layer.active_sum_norm);
         if (has_input) inputs_.add(thread, index);
     }
 

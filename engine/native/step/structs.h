@@ -53,6 +53,7 @@ struct AttentionLayer {
     int64_t kv_parts;
     int64_t has_gates;  // qkv gives one after each head's query: its sigmoid multiplies what the head has attended to
     int64_t has_spans;  // it reads Step::reaches
+    int64_t is_two_sided;  // and a window counts the positions after a token, too
 };
 
 // ---- Latent attention ---------------------------------------------------------------------------
@@ -93,7 +94,7 @@ struct DeltaNetLayer {
 
 struct MlpLayer {
     int64_t size;  // 0 where the layer has none
-    Linear gate, up, down;
+    Linear gate, up, down;  // up: without rows where there is no gate, and the first is the only product
 };
 
 // ---- Mixtures of experts ------------------------------------------------------------------------
@@ -145,6 +146,7 @@ struct PerLayerInputs {
 struct Layer {
     // Null where there is none: of what attention reads and gives, and of what the MLP, or the experts, read and give.
     const float *input_norm, *attended_norm, *mlp_norm, *active_norm;
+    const float *attended_sum_norm, *active_sum_norm;  // of the residual stream after these were added
     AttentionLayer attention;
     LatentLayer latent;       // with a latent_norm: latent attention
     DeltaNetLayer delta_net;  // in place of attention
@@ -189,7 +191,9 @@ struct Model {
     int64_t num_kinds;
     double eps;
     const Layer *layers;
-    int64_t whole_qk_norm, has_post_norms, is_gelu;
+    int64_t whole_qk_norm, has_post_norms;
+    int64_t gelu;  // see Activation
+    int64_t is_centred;  // of norms: see NormKind
     int64_t norms_values;  // without a weight
     Latents latents;
     Embedding embedding;

@@ -29,14 +29,14 @@ std::string plain_products();
 void embed_row(const void *table, int64_t row, int64_t size, bool in_bands, float factor, float *out);
 
 // Rows of X, as rows.h has them.
-void normalise_to_x(const float *in, const float *scale, int64_t size, float eps, void *x);
+void normalise_to_x(const float *in, const float *scale, int64_t size, NormKind by, void *x);
 void activate_to_x(const Activation &by, const float *gate, const float *up, int64_t in_step, int64_t rows,
                    int64_t size, void *x, int64_t x_step);
 void divide_to_x(const float *in, float by, int64_t count, void *x);
 void widen_x(const void *x, int64_t size, float *out);
 
 // States, which are of T also where X is wider, so that the logits are the same if Python has them between.
-void normalise_to_state(const float *in, const float *scale, int64_t size, float eps, void *state);
+void normalise_to_state(const float *in, const float *scale, int64_t size, NormKind by, void *state);
 void copy_state(const void *state, int64_t size, void *x);
 void widen_state(const void *state, int64_t size, float *out);
 

@@ -86,9 +86,9 @@ def test_a_quantized_checkpoint_is_refused_by_its_format(
             {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
             "(a vision model)",
         ),
-        ({"architectures": ["BertForMaskedLM"]}, "(an encoder, which generates no text)"),
+        ({"architectures": ["DistilBertForMaskedLM"]}, "(an encoder, which generates no text)"),
         (
-            {"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"},
+            {"architectures": ["ElectraModel"], "model_type": "electra"},
             "(an encoder, which generates no text)",
         ),
         (

@@ -105,7 +105,7 @@ def assert_scored(entries: PackedLogprobs | None, logits: Tensor, prompt: list[i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logprobs_and_both_poolings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logprobs_and_all_poolings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     path = save(model, tmp_path)
     budget = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=30)
@@ -114,13 +114,14 @@ def test_logprobs_and_both_poolings_are_those_of_transformers(name: str, tmp_pat
         with torch.inference_mode():
             oracle = model(torch.tensor([prompt]), output_hidden_states=True)
         states = oracle.hidden_states[-1][0]
-        last, mean = prompt_outputs(
+        last, mean, first = prompt_outputs(
             engine, [request_of(prompt, pooling=pooling) for pooling in Pooling]
         )
-        for output in (last, mean):
+        for output in (last, mean, first):
             assert_scored(output.logprobs, oracle.logits[0], prompt)
         assert_close(embedding(last), states[-1])
         assert_close(embedding(mean), states.mean(0))
+        assert_close(embedding(first), states[0])
         assert engine.executor.info.hidden_size == len(states[-1])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.executors.scripted import scripted_info
 from penstock.scheduler.errors import PenstockError
 from penstock.scheduler.types import Pooling
 from penstock.server.command_line.cli import main
@@ -31,6 +32,8 @@ def pooler_of(
     pooling: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     config: PoolerConfig = DEFAULTS,
+    *,
+    generates: bool = True,
 ) -> Pooler:
     for path, value in (
         ("modules.json", modules),
@@ -40,7 +43,8 @@ def pooler_of(
         if value is not None:
             (directory / path).parent.mkdir(exist_ok=True)
             (directory / path).write_text(json.dumps(value))
-    return replace(Pooler.load(directory, config), hidden_size=4)
+    info = replace(scripted_info(), hidden_size=4, generates=generates)
+    return Pooler.load(directory, config).of(info)
 
 
 def test_the_default_is_the_last_token_normalized(tmp_path: Path) -> None:
@@ -49,9 +53,18 @@ def test_the_default_is_the_last_token_normalized(tmp_path: Path) -> None:
     assert list(pooler.embedding(STATE)) == pytest.approx([3 / 13, 0, 4 / 13, 12 / 13])
 
 
+def test_the_default_of_an_encoder_is_the_first_token(tmp_path: Path) -> None:
+    assert pooler_of(tmp_path, generates=False).pooling is Pooling.FIRST
+
+
 @pytest.mark.parametrize(
     ("pooling", "expected"),
-    [(MEAN, Pooling.MEAN), (LAST, Pooling.LAST), ({"pooling_mode": "mean"}, Pooling.MEAN)],
+    [
+        (MEAN, Pooling.MEAN),
+        (LAST, Pooling.LAST),
+        ({"pooling_mode": "mean"}, Pooling.MEAN),
+        ({"pooling_mode_cls_token": True}, Pooling.FIRST),
+    ],
 )
 @pytest.mark.parametrize("modules", [None, [TRANSFORMER, POOLING, NORMALIZE]])
 def test_the_mode_of_the_pooling_module_is_used(
@@ -78,7 +91,6 @@ def test_the_pooler_config_overrides_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "pooling", "culprit"),
     [
-        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
         ([TRANSFORMER, POOLING], MEAN | {"pooling_mode_max_tokens": True}, "max_tokens"),
         ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "weightedmean"),
         ([TRANSFORMER, POOLING, DENSE], MEAN, "Dense"),
@@ -122,7 +134,7 @@ def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
         pooler_of(tmp_path)
 
 
-@pytest.mark.parametrize("value", ['{"pooling_type": "CLS"}', "7", "[", '{"pooling": "MEAN"}'])
+@pytest.mark.parametrize("value", ['{"pooling_type": "MAX"}', "7", "[", '{"pooling": "MEAN"}'])
 def test_an_unknown_pooler_config_is_an_error_of_the_command_line(
     value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

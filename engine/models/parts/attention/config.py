@@ -73,6 +73,7 @@ class Attention(Part):
     has_values: bool = True
     norms_values: bool = False
     has_spans: bool = False
+    is_two_sided: bool = False
     is_fused: bool = False
     kv_heads_key: str = "num_key_value_heads"
 

@@ -58,6 +58,8 @@ class AttentionLayer(PartLayer[Attention]):
         if angles.query_factors is not None:
             query = (query.float() * angles.query_factors.view(-1, 1, 1)).to(query.dtype)
         reaches = step.reaches if config.has_spans else None
+        if reaches is not None and config.is_two_sided and config.window is not None:
+            reaches = reaches.minimum(step.positions + config.window)
         mixed = gathered_attention(query, keys, values, step, config.window, self.sinks, reaches)
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)

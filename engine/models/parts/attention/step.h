@@ -181,7 +181,8 @@ class AttentionPhases : PartPhases {
     }
     Rows rows_of(const AttentionLayer &layer, const Kind &kind, const Unit &unit) {
         const int64_t *reaches = s_.reaches && layer.has_spans ? s_.reaches + unit.first : nullptr;
-        return {s_.positions[unit.first], unit.tokens, group(kind), layer.window, reaches};
+        const int64_t ahead = reaches && layer.is_two_sided ? layer.window : 0;
+        return {s_.positions[unit.first], unit.tokens, group(kind), layer.window, reaches, ahead};
     }
 
     // The positions that a head of a unit attends to first; none behind the last unit.

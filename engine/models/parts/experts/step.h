@@ -151,7 +151,7 @@ class ExpertsPhases : PartPhases {
     Routing &routing_;
     std::vector<float> shared_;  // the weight of each token's shared expert
     float *beside_ = nullptr;  // what the MLP gives that experts are beside of; it follows change
-    const Activation activation_{m_.is_gelu != 0, float(m_.experts.swiglu_alpha), float(m_.experts.swiglu_limit)};
+    const Activation activation_{m_.gelu, float(m_.experts.swiglu_alpha), float(m_.experts.swiglu_limit)};
 };
 
 }  // namespace

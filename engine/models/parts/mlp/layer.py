@@ -21,7 +21,14 @@ class MLPLayer(PartLayer[MLP]):
     def __call__(self, x: Tensor, index: int, step: ModelInput) -> Tensor:
         """Returns its output for x, (T, hidden_size), on this rank. index: which layer it is."""
         gate_up = adapted(self.gate_up, x, step.adapters, index, Stack.GATE_UP)
-        active = gated(self.config.activation, *gate_up.chunk(2, dim=-1))
+        activation = self.config.activation
+        if self.config.has_gate:
+            gate, up = gate_up.chunk(2, dim=-1)
+            if self.config.has_up_first:
+                gate, up = up, gate
+            active = gated(activation, gate, up)
+        else:
+            active = activated(activation, gate_up)
         return adapted(self.down, active, step.adapters, index, Stack.DOWN)
 
 
@@ -29,9 +36,13 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Applies a gate to the product beside it."""
     if activation.clamp is not None:
         return clamped_swiglu(gate, up, *activation.clamp)
+    return activated(activation, gate) * up
+
+
+def activated(activation: Activation, x: Tensor) -> Tensor:
     if activation.is_gelu:
-        return functional.gelu(gate, approximate="tanh") * up
-    return functional.silu(gate) * up
+        return functional.gelu(x, approximate="none" if activation.is_exact else "tanh")
+    return functional.silu(x)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -10,11 +10,11 @@ class Norms {
 
     void normalise(const float *in, const float *scale, float *out) { normalise(in, scale, m_.hidden, out); }
     KEEP_APART void normalise(const float *in, const float *scale, int64_t size, float *out) {
-        ::normalise(in, scale, size, float(m_.eps), out);
+        ::normalise(in, scale, size, kind_, out);
     }
     // A row of X of the residual stream.
     void normalise_to(unsigned char *x, int64_t t, const float *norm) {
-        normalise_to_x(state_.residual_of(t), norm, m_.hidden, float(m_.eps), x + t * state_.x_step);
+        normalise_to_x(state_.residual_of(t), norm, m_.hidden, kind_, x + t * state_.x_step);
     }
 
     // Where something comes between a product and the residual stream: adds what that makes of the product, of
@@ -35,11 +35,20 @@ class Norms {
             for (int64_t i = 0; i < m_.hidden; ++i) to[i] = (to[i] + change[i]) * scalar;
         });
     }
+    // Where there is a norm of the residual stream itself.
+    void normalise_sums(StepThread &thread, const float *norm) {
+        if (!norm) return;
+        thread.run(state_.step.tokens, [&](int64_t t) {
+            float *sum = state_.residual_of(t);
+            normalise(sum, norm, sum);
+        });
+    }
 
   private:
     StepState &state_;
     const Model &m_;
     RankSums &sums_;
+    const NormKind kind_{float(m_.eps), m_.is_centred != 0};
 };
 
 }  // namespace

@@ -116,7 +116,7 @@ class HeadPhases : PartPhases {
     }
     void normalise(int64_t i, void *state) { normalise_token(s_.sample_rows[i], state); }
     void normalise_token(int64_t t, void *state) {
-        normalise_to_state(state_.residual_of(t), m_.head.norm, m_.hidden, float(m_.eps), state);
+        normalise_to_state(state_.residual_of(t), m_.head.norm, m_.hidden, {float(m_.eps), m_.is_centred != 0}, state);
     }
     void put(int64_t t, int64_t n, const float *y, int64_t count) const {
         float *to = s_.logits + t * m_.head.linear.rows + n;
