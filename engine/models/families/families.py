@@ -634,7 +634,9 @@ def find_family(fields: Fields) -> tuple[str, Fields]:
             return name, fields
         if name in WRAPPERS:
             return _wrapped(fields, WRAPPERS[name])
-    raise unsupported_family(fields, architectures, model_type, [*family_of, *wrapper_of])
+    encoders = [family.architecture for family in ENCODERS.values()]
+    decoders = [name for name in (*family_of, *wrapper_of) if name not in encoders]
+    raise unsupported_family(fields, architectures, model_type, decoders, encoders)
 
 
 def _wrapped(fields: Fields, wrapper: Wrapper) -> tuple[str, Fields]:

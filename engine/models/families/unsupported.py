@@ -61,9 +61,16 @@ _WITHOUT_WEIGHTS = (
 
 
 def unsupported_family(
-    fields: Fields, architectures: list[str], model_type: str | None, supported: list[str]
+    fields: Fields,
+    architectures: list[str],
+    model_type: str | None,
+    decoders: list[str],
+    encoders: list[str],
 ) -> InvalidModel:
-    """Refuses a config.json whose architecture is none of `supported`."""
+    """Refuses a config.json whose architecture is none of those that are supported, and names
+    those of its kind."""
+    kind = _kind(fields, architectures, model_type)
+    supported = encoders if kind is not None and kind.startswith("an encoder,") else decoders
     can_be = f"supported are {', '.join(supported)}"
     if not architectures and model_type is None:
         return InvalidModel(
@@ -73,7 +80,7 @@ def unsupported_family(
             brief="config.json names no architecture",
         )
     name = shown(", ".join(architectures) or model_type).strip("'\"")
-    kinds = [kind] if (kind := _kind(fields, architectures, model_type)) else []
+    kinds = [kind] if kind else []
     if quantized := quantization_name(fields):
         kinds.append(f"with {quantized} weights")
     noted = f" ({', '.join(kinds)})" if kinds else ""
