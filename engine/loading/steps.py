@@ -135,6 +135,11 @@ class DecoderLoading(Loading):
                 f"{self.whole.family} is an encoder of text, which one process of a CPU computes; "
                 "use --device cpu, without --tensor-parallel-size and --pipeline-parallel-size"
             )
+        if self.whole.is_encoder and (config.lora or config.kv_offload_dir):
+            flag = "--enable-lora" if config.lora else "--kv-offload-dir"
+            raise InvalidConfig(
+                f"{flag} has no effect on {self.whole.family}, an encoder of text; leave it out"
+            )
         self.shard = Shard(self.whole, ranks.tensor_rank_of(rank), ranks.tensor_size)
         self.divided = self.shard.config
         self.stage = Stage(self.divided, ranks.stage_of(rank), ranks.num_stages)

@@ -3,13 +3,14 @@ nothing."""
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.encoder_models import save_encoder, states_of
-from tests.support.serving import RunningServer
+from tests.support.serving import RunningServer, refusal
 from tests.support.starts import write_tokenizer
 
 TEXTS = ["hello world", "a longer text, of more tokens", "x"]
@@ -87,3 +88,27 @@ def test_texts_are_scored_and_ranked(served: tuple[RunningServer, Any]) -> None:
     ranked = served[0].post("/rerank", body).json()["results"]
     assert ranked[0]["index"] == 0
     assert ranked[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_weights_of_8_bits_give_nearly_the_same_embedding(tmp_path: Path) -> None:
+    model = save_encoder("bert", tmp_path, vocab_size=300)
+    write_tokenizer(tmp_path)
+    server = RunningServer(str(tmp_path), "--quantization", "int8", "--served-model-name", "bert")
+    try:
+        server.wait_until_ready()
+        body = server.post("/v1/embeddings", {"model": "bert", "input": TEXTS[0]}).json()
+    finally:
+        server.stop()
+    state = states_of(model, ids_of(TEXTS[0]))[0]
+    found = torch.tensor(body["data"][0]["embedding"])
+    assert torch.cosine_similarity(found, state, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("flags", [("--enable-lora",), ("--kv-offload-dir", "blocks")])
+def test_flags_without_an_effect_are_refused_by_name(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    save_encoder("bert", tmp_path, vocab_size=300)
+    write_tokenizer(tmp_path)
+    more = (str(tmp_path / each) if each == "blocks" else each for each in flags)
+    assert f"{flags[0]} has no effect on bert" in refusal(str(tmp_path), *more)

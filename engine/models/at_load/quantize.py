@@ -250,8 +250,8 @@ def _log(plan: Plan, quality: Quality | None, *, is_long: bool) -> None:
     method = plan.scheme.method
     if quality is None:
         logger.info(
-            "%s: not compared with the unquantized model, for which it takes one process that has "
-            "all of it, and a tokenizer.json for the text that is compared on",
+            "%s: not compared with the unquantized model, for which it takes a decoder, one "
+            "process that has all of it, and a tokenizer.json for the text that is compared on",
             method,
         )
         return

@@ -212,7 +212,7 @@ class LlamaModel:
         self.norm = reader.vector(head.vectors["norm"]) if has_norm else empty(0)
         output = head.linears["output"]
         self.lm_head: Linear
-        if not stage.is_last:
+        if not stage.is_last or config.is_encoder:
             self.lm_head = PlainLinear(self.embedding[:0], None)
         elif not head.is_tied:
             self.lm_head = reader.linear(output)
