@@ -6,6 +6,7 @@ before its weights are downloaded.
 
 import re
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
@@ -20,6 +21,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 _ENCODERS = re.compile(
     r"(albert|bert|camembert|deberta|distilbert|electra|modernbert|mpnet|nomic_bert|roberta)"
 )
+_NAMED = 5  # Architectures that a refusal names.
 _CLASSIFIERS = re.compile(r"For(Sequence|Token)Classification$|RewardModel$")
 # Files by which a directory without a config.json is recognized: pattern, what it is (in brief),
 # and what to do. The first that matches counts.
@@ -71,7 +73,8 @@ def unsupported_family(
     those of its kind."""
     kind = _kind(fields, architectures, model_type)
     supported = encoders if kind is not None and kind.startswith("an encoder,") else decoders
-    can_be = f"supported are {', '.join(supported)}"
+    name = shown(", ".join(architectures) or model_type).strip("'\"")
+    can_be = f"supported are {_nearest(name, supported)}"
     if not architectures and model_type is None:
         return InvalidModel(
             f"{fields.path} names no architecture and no model_type, so the model's family is "
@@ -79,7 +82,6 @@ def unsupported_family(
             f"that are supported: {can_be}",
             brief="config.json names no architecture",
         )
-    name = shown(", ".join(architectures) or model_type).strip("'\"")
     kinds = [kind] if kind else []
     if quantized := quantization_name(fields):
         kinds.append(f"with {quantized} weights")
@@ -157,6 +159,14 @@ def _recognized(
                 brief=what,
             )
     return None
+
+
+def _nearest(name: str, supported: list[str]) -> str:
+    """The supported architectures that are most like one, and where all are: a few, since a start
+    refuses in one line."""
+    near = list(dict.fromkeys([*get_close_matches(name, supported, n=3), *supported]))
+    others = f"{len(near) - _NAMED} more, which docs/families.md lists"
+    return f"{', '.join(near[:_NAMED])} and {others}"
 
 
 def _kind(fields: Fields, architectures: list[str], model_type: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -116,10 +117,15 @@ def test_another_family_is_refused_by_its_name_and_kind(
 ) -> None:
     message = refusal(model(tmp_path, "model.safetensors", **changes))
     assert expected in message
-    supported = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"
-    if expected.startswith("(an encoder,"):
-        supported = "BertModel, RobertaModel, XLMRobertaModel"
-    assert f"supported are {supported}" in message
+    nearest, others = message.split("supported are ")[1].split(" and ", 1)
+    assert ("LlamaForCausalLM" in nearest) == (not expected.startswith("(an encoder,"))
+    assert ("BertModel" in nearest) == expected.startswith("(an encoder,")
+    assert re.fullmatch(r"\d+ more, which docs/families.md lists", others)
+
+
+def test_a_refused_architecture_is_told_those_with_the_nearest_names(tmp_path: Path) -> None:
+    message = refusal(model(tmp_path, "model.safetensors", architectures=["Qwen5ForCausalLM"]))
+    assert re.search(r"supported are Qwen\w+, Qwen\w+, ", message)
 
 
 @pytest.mark.parametrize(
