@@ -850,4 +850,5 @@ def _assignment(sequence: Sequence) -> SlotAssignment:
         prompt_request=sequence.prompt_request,
         adapter=sequence.request.adapter,
         inserts=tuple([each._replace(content=b"") for each in sequence.request.inserts]),
+        num_first=sequence.request.num_first,
     )

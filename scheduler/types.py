@@ -122,6 +122,8 @@ class Request:
     max_drafts: of a row of a step; None for as many as the engine may have.
     resumed: of a request that an earlier engine began, the answers that have not ended, by index;
     None where all n start here. inserts: of its prompt, ascending, none overlapping another.
+    num_first: tokens of the prompt's first text, with the special ones that belong to it, where a
+    tokenizer joins two and an encoder tells them apart; 0: all are of it.
     """
 
     id: RequestId
@@ -140,6 +142,7 @@ class Request:
     max_drafts: int | None = None
     resumed: tuple[ResumedAnswer, ...] | None = None
     inserts: tuple[Insert, ...] = ()
+    num_first: int = 0
 
 
 class PromptOutputRequest(NamedTuple):
@@ -159,7 +162,7 @@ class SlotAssignment(NamedTuple):
     seed: this sample's own. prompt_request: the outputs still missing of its prompt; its rows then
     begin at the first token, unless that is pooling LAST alone. adapter: see Request. What an
     executor keeps of an earlier assignment of the slot is void. inserts: see Request; their content
-    is left out, as the executor has it from `Executor.prepare`.
+    is left out, as the executor has it from `Executor.prepare`. num_first: see Request.
     """
 
     slot: int
@@ -171,6 +174,7 @@ class SlotAssignment(NamedTuple):
     prompt_request: PromptOutputRequest | None = None
     adapter: str | None = None
     inserts: tuple[Insert, ...] = ()
+    num_first: int = 0
 
 
 class TableUpdate(NamedTuple):
@@ -279,8 +283,8 @@ class TokenLogprobs(NamedTuple):
 class PromptOutput(NamedTuple):
     """The outputs of a prompt. logprobs: of all its tokens but the first, or None.
 
-    embedding: the pooled state of the last layer after its norm, as little-endian float32, neither
-    normalized nor cut; or None.
+    embedding: the pooled state of the last layer after its norm, through the model's pooled head if
+    it has one, as little-endian float32, neither normalized nor cut; or None.
     """
 
     logprobs: PackedLogprobs | None

@@ -456,6 +456,7 @@ def scripted_info(
         device="cpu",
         vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
+        pooled_size=HIDDEN_SIZE,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,

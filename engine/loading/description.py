@@ -41,6 +41,7 @@ def describe(
         architecture=model.family,
         vocab_size=whole.vocab_size,
         hidden_size=model.hidden_size,
+        pooled_size=model.hidden_size,
         eos_token_ids=model.eos_token_ids,
         num_parameters=whole.num_parameters,
         attention=_attention_groups(model, layout, kv_dtype.itemsize),

@@ -147,6 +147,7 @@ class FallbackLoading(Loading):
             architecture=settings.family,
             vocab_size=settings.vocab_size,
             hidden_size=settings.hidden_size,
+            pooled_size=settings.hidden_size,
             eos_token_ids=settings.eos_token_ids,
             num_parameters=weights.num_parameters,
             weight_bytes=weights.step_bytes,

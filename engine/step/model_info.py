@@ -11,6 +11,7 @@ from penstock.scheduler.groups import READ_ALIGNMENT, KVGroup, StateGroup
 from penstock.scheduler.inserts import EncoderCosts
 from penstock.scheduler.stats import NO_GRAPHS, GraphSizes, StepWork
 from penstock.scheduler.step_model.amounts import Amounts, AttentionGroup
+from penstock.scheduler.types import Pooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,12 @@ class ModelInfo:
     the output layer left out; flops_per_sampled_token: of the output layer, for one row.
     kv_cache_dtype: of keys and values in memory.
     max_model_len: the longest sequence this executor was sized for.
-    hidden_size: the length of an embedding. Peaks are the datasheet's, None for devices and
-    types that it does not list; measured_bandwidth and measured_flops were measured at start.
+    hidden_size: of a state. pooled_size: numbers of `PromptOutput.embedding`: as of a state, or of
+    what the model's pooled head makes of one. labels: of a classifier, whose results are logits,
+    one for each; else empty. problem_type: of a classifier, where config.json says it: regression,
+    single_label_classification or multi_label_classification. pooling: what the model's class
+    demands, if any. Peaks are the datasheet's, None for devices and types that it does not list;
+    measured_bandwidth and measured_flops were measured at start.
     rates_are_doubtful: beside other programs, so that the machine may be faster.
     computed_by: on a processor, what multiplies matrices, and on how many threads, for people.
     quantization: None where weights are as the checkpoint has them. runs_ahead: whether the loop is
@@ -129,6 +134,7 @@ class ModelInfo:
     device: str
     vocab_size: int
     hidden_size: int
+    pooled_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
@@ -162,6 +168,9 @@ class ModelInfo:
     pipeline_parallel_size: int = 1
     encoder: EncoderInfo | None = None
     generates: bool = True
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+    pooling: Pooling | None = None
 
     @property
     def max_in_flight(self) -> int:

@@ -96,6 +96,7 @@ def make_model(
             device="cpu",
             vocab_size=tokenizer.get_vocab_size(),
             hidden_size=1,
+            pooled_size=1,
             max_model_len=100_000,
             block_size=16,
             num_blocks=1,
