@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock.server.api.common import json_response
-from penstock.server.api.embeddings.routes import (
+from penstock.server.api.embeddings.fields import (
     CohereEmbedRequest,
     EmbeddingRequest,
     RerankRequest,
