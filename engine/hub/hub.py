@@ -62,6 +62,7 @@ _SETTINGS = (
     "processor_config.json",
     "additional_chat_templates/*.jinja",
     "modules.json",
+    "config_sentence_transformers.json",
     "*_Pooling/config.json",
 )
 # A tokenizer is made of these, where there is no tokenizer.json.

@@ -32,6 +32,7 @@ from penstock.server.media.reader import ImageReader
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.version import version
 from penstock.server.output.pooling import Pooler
+from penstock.server.prompt.named_prompts import NamedPrompts
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
 from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.tools.chat_format import ChatFormat
@@ -58,6 +59,7 @@ class ServedModel:
     grammars: GrammarChecker | None = None
     images: ImageReader | None = None
     pooler: Pooler = field(default_factory=Pooler)
+    prompts: NamedPrompts = field(default_factory=NamedPrompts)
     adapter: LoadedAdapter | None = None
 
     @property
@@ -94,6 +96,7 @@ class PromptFiles:
     encoder: PromptEncoder
     defaults: GenerationDefaults
     pooler: Pooler
+    prompts: NamedPrompts
 
 
 async def find_model(config: ServeConfig, progress: Progress) -> ModelFiles:
@@ -168,6 +171,7 @@ async def load_model(
         encoder=files.encoder,
         defaults=files.defaults,
         pooler=files.pooler.of(info),
+        prompts=files.prompts,
         grammars=GrammarChecker(directory, info, config.engine.load_format),
         images=images,
         chat_format=ChatFormat.detect(
@@ -221,6 +225,7 @@ def _read_prompt_files(config: ServeConfig, directory: Path) -> PromptFiles:
         defaults=GenerationDefaults.load(directory),
         # The engine knows the size, later.
         pooler=Pooler.load(directory, config.server.pooler),
+        prompts=NamedPrompts.load(directory),
         encoder=encoder,
     )
 

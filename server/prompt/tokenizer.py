@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from penstock.server.prompt.sandboxed_template import (
     TemplateTooCostly,
     render,
 )
+from penstock.server.prompt.special_tokens import SpecialTokens
 from penstock.server.prompt.template_files import DEFAULT, WITH_TOOLS, template_sources
 from penstock.server.prompt.timed_template import RENDER_ERRORS, environment, timed
 from penstock.server.tools.prompting import Message
@@ -157,6 +158,14 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return self.encode(prompt, add_special_tokens=add_special_tokens)
         return tuple(prompt)
+
+    @cached_property
+    def around_text(self) -> SpecialTokens:
+        return SpecialTokens.of(self._tokenizer)
+
+    @cached_property
+    def around_two_texts(self) -> SpecialTokens:
+        return SpecialTokens.of(self._tokenizer, are_two=True)
 
     def encode_infill(
         self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True

@@ -5,7 +5,11 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+
+from tests.support.starts import write_tokenizer
 
 _SIZES = {
     "vocab_size": 97,
@@ -62,3 +66,19 @@ def save_encoder(family: str, path: Path, **options: Any) -> Any:
     model = make_encoder(family, **options)
     model.save_pretrained(path)
     return model
+
+
+def write_encoder_tokenizer(directory: Path, *, segments: bool = True) -> Tokenizer:
+    """Of single bytes, with ids below 258, and with the special tokens of BERT, or of RoBERTa,
+    which tells a model of no segments."""
+    write_tokenizer(directory, cls_token="[CLS]", sep_token="[SEP]", model_max_length=64)
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if segments else "[CLS] $A [SEP] [SEP] $B [SEP]",
+        special_tokens=[(each, tokenizer.token_to_id(each)) for each in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.save(path)
+    return tokenizer

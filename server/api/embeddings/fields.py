@@ -20,6 +20,7 @@ _EXPECTED = {
     "query": "must be a string or an object with a text",
     "documents": "must be a list of strings or of objects with a text",
 }
+_PROMPT_NAMES = ("prompt_name", "input_type", "task")
 
 Texts = str | Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -34,6 +35,11 @@ class PooledFields(PromptFields):
         "use_activation": (True,),
         "mm_processor_kwargs": ({},),
     }
+
+    def use_of(self, param: str) -> tuple[str | None, str]:
+        """Returns the name of the prompt that stands before a text, or of the text's use, and the
+        field that says it."""
+        return None, param
 
 
 class EmbeddingRequest(PooledFields):
@@ -51,6 +57,26 @@ class EmbeddingRequest(PooledFields):
     input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
+    # One of these at most: TEI's, Cohere's and Jina's field for it.
+    prompt_name: str | None = None
+    input_type: str | None = None
+    task: str | None = None
+
+    def _check(self) -> None:
+        super()._check()
+        names = self._prompt_names
+        if len(names) > 1:
+            raise InvalidRequest(f"{names[1]} cannot be combined with {names[0]}", param=names[1])
+        if names and not all(isinstance(given, str) for given in self.inputs.values()):
+            message = f"{names[0]} cannot be combined with token ids; send the text as input"
+            raise InvalidRequest(message, param=names[0])
+
+    @property
+    def _prompt_names(self) -> list[str]:
+        return [name for name in _PROMPT_NAMES if getattr(self, name) is not None]
+
+    def use_of(self, param: str) -> tuple[str | None, str]:
+        return next(((getattr(self, name), name) for name in self._prompt_names), (None, param))
 
     @property
     def inputs(self) -> dict[str, str | list[int]]:
@@ -68,6 +94,7 @@ class CohereEmbedRequest(PooledFields):
     hints: ClassVar = dict.fromkeys(("inputs", "images"), "send texts")
 
     texts: Annotated[list[str], Field(fail_fast=True)]
+    input_type: str | None = None
     embedding_types: list[Literal["float", "base64"]] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -82,6 +109,9 @@ class CohereEmbedRequest(PooledFields):
     @property
     def inputs(self) -> dict[str, str | list[int]]:
         return numbered("texts", self.texts)
+
+    def use_of(self, param: str) -> tuple[str | None, str]:
+        return self.input_type, "input_type"
 
     def fields_of(self, param: str) -> PromptFields:
         """A text that is too long is cut, at its end unless the client says otherwise."""
@@ -138,6 +168,11 @@ class ScoreRequest(PooledFields):
             raise InvalidRequest(message, param=first)
         return [(0 if num_1 == 1 else i, num_1 + i) for i in range(num_2)]
 
+    def use_of(self, param: str) -> tuple[str | None, str]:
+        """Texts that are only compared have no use."""
+        name = param.partition("[")[0]
+        return {"queries": "query", "documents": "document"}.get(name), param
+
     def results(self, scores: list[float]) -> dict[str, Any]:
         return listed("score", scores)
 
@@ -179,6 +214,9 @@ class RerankRequest(PooledFields):
             return self
         most = {"truncate_prompt_tokens": self.max_tokens_per_doc, "truncation_side": "right"}
         return self.model_copy(update=most)
+
+    def use_of(self, param: str) -> tuple[str | None, str]:
+        return "query" if param == "query" else "document", param
 
     @property
     def texts(self) -> list[str]:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -48,11 +48,15 @@ from penstock.server.prompt.limits import (
 )
 from penstock.server.prompt.model import ServedModel
 from penstock.server.prompt.off_loop import off_loop
+from penstock.server.prompt.special_tokens import Ids, SpecialTokens
 from penstock.server.protocol.invalid_fields import nul
 from penstock.server.protocol.openai import PromptFields
 
 router = APIRouter()
 _NO_ANSWER = SamplingParams(max_tokens=0, seed=0)
+_NOTHING = SpecialTokens()
+
+Fields = TypeVar("Fields", bound=PooledFields)
 
 
 @router.post("/v1/embeddings")
@@ -141,6 +145,12 @@ async def _requests(
     """Raises InvalidRequest; `param` is the input that is at fault."""
     fields, model = received.fields, received.model
     _check_inputs(inputs)
+    inputs = {
+        param: model.prompts.named(*fields.use_of(param)) + given
+        if isinstance(given, str)
+        else given
+        for param, given in inputs.items()
+    }
     texts = {param: text for param, text in inputs.items() if isinstance(text, str)}
     for param, text in texts.items():
         if fields.fields_of(param).truncate_prompt_tokens is None:
@@ -162,13 +172,22 @@ async def _requests(
 def _encoded(
     fields: PooledFields, model: ServedModel, inputs: dict[str, str | list[int]]
 ) -> list[tuple[int, ...]]:
-    adds_special = fields.add_special_tokens is not False
-    encode = partial(model.encoder.encode_prompt, add_special_tokens=adds_special)
+    fields = _with_side(fields, model)
+    around = model.encoder.around_text if fields.add_special_tokens is not False else _NOTHING
+    encode = partial(model.encoder.encode_prompt, add_special_tokens=False)
     prompts = tokenized_together(inputs.items(), encode, fields, model)
+    arounds = [around if isinstance(given, str) else _NOTHING for given in inputs.values()]
     return [
-        _fitted(prompt, fields.fields_of(param), model, param)
-        for param, prompt in zip(inputs, prompts, strict=True)
+        _fitted(prompt, fields.fields_of(param), model, param, around)
+        for param, prompt, around in zip(inputs, prompts, arounds, strict=True)
     ]
+
+
+def _with_side(fields: Fields, model: ServedModel) -> Fields:
+    """With the side where texts are cut: as in transformers the end, as in vLLM a decoder's
+    beginning."""
+    side = fields.truncation_side or ("left" if model.info.generates else "right")
+    return fields.model_copy(update={"truncation_side": side})
 
 
 def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
@@ -183,15 +202,19 @@ def _check_inputs(inputs: dict[str, str | list[int]]) -> None:
 
 
 def _fitted(
-    prompt: tuple[int, ...], fields: PromptFields, model: ServedModel, param: str
-) -> tuple[int, ...]:
-    limit = model.info.max_model_len
+    prompt: Ids, fields: PromptFields, model: ServedModel, param: str, around: SpecialTokens
+) -> Ids:
+    """The special tokens around a text stay where it is cut, since one of them may be pooled."""
+    limit, most = model.info.max_model_len, fields.truncate_prompt_tokens
+    whole = (*around.before, *prompt, *around.after)
     hint = "send the text (LangChain: check_embedding_ctx_length=False)"
-    check_prompt(prompt, model.info.vocab_size, param, hint)
-    prompt = truncated(prompt, fields.truncate_prompt_tokens, limit, fields.truncation_side)
-    if len(prompt) > limit:
-        raise too_long(PromptTooLong(len(prompt), limit, has_answer=False), param)
-    return prompt
+    check_prompt(whole, model.info.vocab_size, param, hint)
+    if most is not None and len(whole) > (most := limit if most < 0 else most):
+        part = truncated(prompt, max(1, most - around.num), limit, fields.truncation_side)
+        whole = (*around.before, *part, *around.after)[:most]
+    if len(whole) > limit:
+        raise too_long(PromptTooLong(len(whole), limit, has_answer=False), param)
+    return whole
 
 
 def _as_json(values: "array[float]", encoding_format: str | None) -> msgspec.Raw:
