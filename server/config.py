@@ -5,9 +5,11 @@ It knows the settings and their limits, not the packages that use them.
 
 import ipaddress
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.client import EngineConfig, LogFormat, python_path
 from penstock.scheduler.errors import InvalidConfig
@@ -83,6 +85,7 @@ class ServerConfig:
     reasoning_parser: str | None = None
     pooler: PoolerConfig = PoolerConfig()
     max_images: int = DEFAULT_MAX_IMAGES
+    image_options: Mapping[str, Any] | None = None
     allowed_media_domains: tuple[str, ...] = ()
     has_page: bool = True
     log_level: str = "info"

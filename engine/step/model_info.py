@@ -40,7 +40,8 @@ class EncoderInfo:
     weight_bytes: of its own weights, which are not among the model's. flops_per_patch: of its
     linear layers; flops_per_pair: of its attention, of a patch to another. bytes_per_token: of the
     rows that it makes, with all that is added to later layers. max_patches: of one insert.
-    is_whole: see `Insert`. cache_bytes: for rows that are kept.
+    is_whole: see `Insert`. cache_bytes: for rows that are kept. default_patches: the most of an
+    insert unless somebody asks for more; None where only max_patches limits them.
     """
 
     weight_bytes: int
@@ -50,6 +51,7 @@ class EncoderInfo:
     max_patches: int
     is_whole: bool = False
     cache_bytes: int = 256 << 20
+    default_patches: int | None = None
 
     def operations(self, num_patches: int) -> int:
         """Of an insert of so many patches, each of which attends to all."""

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -187,6 +187,14 @@ def json_list(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(
             f'{text} is not a JSON list of strings; write it like ["*"]'
         ) from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """vLLM's form of these flags."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object") from None
 
 
 def pooler_config(text: str) -> PoolerConfig:

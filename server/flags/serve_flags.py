@@ -13,6 +13,7 @@ from penstock.server.flags.flag import Flag, add_flags
 from penstock.server.flags.flag_values import (
     gib,
     json_list,
+    json_object,
     kv_cache_dtype,
     kv_events_config,
     lora_module,
@@ -366,6 +367,14 @@ GROUPS = {
             "served as by --language-model-only",
             field="max_images",
             parse=max_images,
+        ),
+        Flag(
+            "--mm-processor-kwargs JSON",
+            'how large images become, such as {"max_pixels": 2097152}, as in vLLM: min_pixels and '
+            "max_pixels, or max_soft_tokens of Gemma 4; requests may have their own (default: as "
+            "the model's directory says, but on a CPU at most 1048576 pixels)",
+            field="image_options",
+            parse=json_object,
         ),
         Flag(
             "--allowed-media-domains HOST ...",

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
 
@@ -85,16 +86,23 @@ class ImageDecoder:
         model's image processor cannot be loaded."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._start)
 
-    async def decode(self, file: str | bytes, *, max_side: int | None = None) -> DecodedImage:
-        """file: bytes, or in base64. max_side: see `decoder_process.prepared`. Raises BadImage, and
-        ImageQueueFull where too many wait or the processes fail."""
+    async def decode(
+        self,
+        file: str | bytes,
+        *,
+        max_side: int | None = None,
+        options: Mapping[str, int] | None = None,
+    ) -> DecodedImage:
+        """file: bytes, or in base64. max_side, options: see `decoder_process.prepared`. Raises
+        BadImage, and ImageQueueFull where too many wait or the processes fail."""
         if self._num_waiting >= MAX_WAITING:
             raise ImageQueueFull
         self._num_waiting += 1
         try:
             # A client that disconnects ends the waiting, not the work, whose process is in use.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._decode, file, max_side)
+            asked = {"max_side": max_side, "options": dict(options or {})}
+            return await loop.run_in_executor(self._threads, self._decode, file, asked)
         finally:
             self._num_waiting -= 1
 
@@ -117,8 +125,8 @@ class ImageDecoder:
             ) from error
         self._idle.put(process)
 
-    def _decode(self, file: str | bytes, max_side: int | None) -> DecodedImage:
-        asked: dict[str, Any] = {"max_side": max_side, "is_base64": isinstance(file, str)}
+    def _decode(self, file: str | bytes, asked: dict[str, Any]) -> DecodedImage:
+        asked["is_base64"] = isinstance(file, str)
         try:
             data = file.encode("ascii") if isinstance(file, str) else file
         except UnicodeEncodeError:

@@ -1,9 +1,9 @@
 """The process that makes an encoder's input of images, each in a child with limits.
 
-On stdin: a line of JSON, `num_bytes`, `is_base64` and `max_side`, and so many bytes. On stdout: a
-line of JSON, with `error`; or `killed`, if something else ended the child; or `patches` (the shape
-of what follows, in bytes), `patch_grid` and `grid` (frames, rows and columns of patches, and of the
-rows that an encoder makes of them), and then the bytes.
+On stdin: a line of JSON, `num_bytes`, `is_base64`, `max_side` and `options`, and so many bytes. On
+stdout: a line of JSON, with `error`; or `killed`, if something else ended the child; or `patches`
+(the shape of what follows, in bytes), `patch_grid` and `grid` (frames, rows and columns of patches,
+and of the rows that an encoder makes of them), and then the bytes.
 
 Pixels are resized and cut into patches by transformers' own class for the model, without torch,
 which nothing of it needs. They are left as the integers that they are: what divides them is the
@@ -65,7 +65,7 @@ def _serve(model: Model) -> None:
     Image.MAX_IMAGE_PIXELS = None  # checked by `_opened`, which says how many are allowed
     Image.preinit()
     Image.init()
-    prepared(model, _an_image(), None)  # imports all that is needed
+    prepared(model, _an_image(), None, {})  # imports all that is needed
     gc.freeze()
     _answer({"ready": True})
     while line := sys.stdin.buffer.readline():
@@ -116,7 +116,7 @@ def _write_prepared(model: Model, data: bytes, asked: dict[str, Any], answer: Bi
     try:
         if asked["is_base64"]:
             data = binascii.a2b_base64(data.translate(None, b" \t\r\n"), strict_mode=True)
-        head, content = prepared(model, data, asked["max_side"])
+        head, content = prepared(model, data, asked["max_side"], asked["options"])
     except binascii.Error:
         head, content = {"error": "it is not valid base64"}, b""
     except _BadImage as error:
@@ -126,20 +126,36 @@ def _write_prepared(model: Model, data: bytes, asked: dict[str, Any], answer: Bi
     answer.write(json.dumps(head).encode() + b"\n" + content)
 
 
-def prepared(model: Model, data: bytes, max_side: int | None) -> tuple[dict[str, Any], bytes]:
+def prepared(
+    model: Model, data: bytes, max_side: int | None, options: dict[str, int]
+) -> tuple[dict[str, Any], bytes]:
     """What is answered for an image file. max_side: the most pixels of each side, to which it is
-    made smaller before the model's own rules apply. Raises _BadImage."""
+    made smaller before the model's own rules apply. options: of these rules; see `sizes`. Raises
+    _BadImage."""
     image = _opened(data)
     if max_side is not None:
         image.thumbnail((max_side, max_side), Image.Resampling.BICUBIC)
     try:
-        made = model.processor(images=[image], do_rescale=False, do_normalize=False)
+        made = model.processor(
+            images=[image], do_rescale=False, do_normalize=False, **sizes(model.processor, options)
+        )
     except ValueError:
         width, height = image.size
         raise _BadImage(f"this model takes none of {width} x {height} pixels") from None
     patches, patch_grid, grid = _patches(model, made)
     head = {"patches": list(patches.shape), "patch_grid": patch_grid, "grid": grid}
     return head, np.ascontiguousarray(patches.astype(np.uint8)).tobytes()
+
+
+def sizes(processor: Any, options: dict[str, int]) -> dict[str, Any]:
+    """The processor's arguments that say how large an image becomes. options: of them, or of the
+    edges of its `size`; default_pixels is a longest edge that makes none longer."""
+    if not options.keys() & {"shortest_edge", "longest_edge", "default_pixels"}:
+        return dict(options)
+    edges = dict(processor.size) | options
+    longest = min(edges["longest_edge"], options.get("default_pixels", math.inf))
+    shortest = min(edges["shortest_edge"], longest)
+    return {"size": {"longest_edge": longest, "shortest_edge": shortest}}
 
 
 def _opened(data: bytes) -> "Image.Image":

@@ -5,7 +5,7 @@ Which tokens these are is said by the ids of config.json. Source: the processors
 (`processing_qwen3_vl`, `processing_gemma3`, `processing_gemma4`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,23 @@ from penstock.scheduler.errors import InvalidConfig
 class _Family(NamedTuple):
     """processor: the module and the class. marker: what a chat template writes for an image.
     replacement: what the prompt has in its place, whose {image} comes once for each of its rows.
-    has_fixed_number: whether each image has as many rows."""
+    options: what of an image's size can be chosen, and from which numbers. has_fixed_number:
+    whether each image has as many rows."""
 
     processor: tuple[str, str]
     marker: str
     replacement: str
+    options: Mapping[str, Sequence[int]]
     has_fixed_number: bool = False
 
 
+# vLLM's older names of a size's edges, which are numbers of pixels.
+_OLDER_NAMES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _QWEN = _Family(
-    ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"), "{image}", "{image}"
+    ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+    "{image}",
+    "{image}",
+    dict.fromkeys(_OLDER_NAMES.values(), range(1, 1 << 32)),
 )
 _FAMILIES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
@@ -34,12 +41,14 @@ _FAMILIES = {
         ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
         "{boi}",
         "\n\n{boi}{image}{eoi}\n\n",
+        {},
         has_fixed_number=True,
     ),
     "gemma4": _Family(
         ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
         "{image}",
         "{boi}{image}{eoi}",
+        {"max_soft_tokens": (70, 140, 280, 560, 1120)},
     ),
 }
 
@@ -50,7 +59,7 @@ class ImageFamily:
 
     processor: see `_Family`. patch_size: in pixels. num_tokens: of every image, None where that
     depends on its size. marker, replacement: texts; image_id: of the token of which an image's rows
-    take the place.
+    take the place. options: see `_Family`.
     """
 
     directory: Path
@@ -60,6 +69,7 @@ class ImageFamily:
     marker: str
     replacement: str
     image_id: int
+    options: Mapping[str, Sequence[int]]
 
     @classmethod
     def load(cls, directory: Path, token_name: Callable[[int], str]) -> "ImageFamily | None":
@@ -90,7 +100,21 @@ class ImageFamily:
             marker=family.marker.format(**texts),
             replacement=family.replacement.format(**texts),
             image_id=ids["image"],
+            options=family.options,
         )
+
+    def read_options(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """What vLLM's mm_processor_kwargs say, by the names of `options`. Raises ValueError."""
+        size, found = given.get("size", {}), {}
+        if isinstance(size, dict):
+            given = {name: value for name, value in given.items() if name != "size"} | size
+        for name, value in given.items():
+            option = _OLDER_NAMES.get(name, name)
+            if type(value) is not int or value not in self.options.get(option, ()):
+                options = dict(self.options) or "none"
+                raise ValueError(f"{name!r:.80}: {value!r:.80}; this model's options are {options}")
+            found[option] = value
+        return found
 
 
 def _number(config: dict[str, Any], *names: str, path: Path) -> int:

@@ -2,13 +2,17 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from penstock.engine.client import ModelInfo
 from penstock.scheduler.types import Insert
-from penstock.server.errors import CONTEXT_TOO_LONG, InvalidRequest, UnsupportedParameter
+from penstock.server.errors import (
+    CONTEXT_TOO_LONG,
+    InvalidRequest,
+    UnsupportedParameter,
+)
 from penstock.server.media.decoder import BadImage, DecodedImage, ImageDecoder
 from penstock.server.media.families import ImageFamily
 from penstock.server.media.fetcher import ImageFetcher
@@ -29,59 +33,67 @@ class ImagePart(NamedTuple):
     detail: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ImageReader:
-    """Reads images for one model. max_images: of a prompt."""
+    """Reads images for one model. max_images: of a prompt. options: of the model's image processor,
+    unless a request has its own."""
 
     family: ImageFamily
     decoder: ImageDecoder
     fetcher: ImageFetcher
     max_images: int
+    options: Mapping[str, int] = field(default_factory=dict)
 
     def close(self) -> None:
         self.decoder.close()
         self.fetcher.close()
 
-    async def read(self, images: Sequence[ImagePart], info: ModelInfo) -> list[DecodedImage]:
-        """One after the other, so that those of other requests have their turns between. Raises
-        InvalidRequest, which names the part, and ImageQueueFull."""
+    async def read(
+        self,
+        images: Sequence[ImagePart],
+        info: ModelInfo,
+        own_options: Mapping[str, Any] | None = None,
+    ) -> list[DecodedImage]:
+        """One after the other, so that those of other requests have their turns between.
+        own_options: the request's mm_processor_kwargs. Raises InvalidRequest, which names the part,
+        and ImageQueueFull."""
         if len(images) > self.max_images:
             first = images[self.max_images].param
             message = f"{first} is one image too many: this server takes {self.max_images} a prompt"
             raise InvalidRequest(f"{message} (--limit-mm-per-prompt)", param=first)
         decoded: list[DecodedImage] = []
-        num_tokens = num_bytes = 0
+        options = self._options(info, own_options or {})
         for image in images:
             with _named(image):
-                decoded.append(await self._read(image))
-            num_tokens += decoded[-1].num_tokens
-            num_bytes += len(decoded[-1].content)
-            if num_tokens > info.max_model_len:
-                raise InvalidRequest(
-                    f"the images up to {image.param} are {num_tokens} tokens; this model's context "
-                    f"has {info.max_model_len}; send fewer or smaller ones, or detail: low",
-                    param=image.param,
-                    code=CONTEXT_TOO_LONG,
-                )
-            encoder = info.encoder
-            is_large = encoder and decoded[-1].patches[0] > encoder.max_patches
-            if is_large or num_bytes > _MAX_BYTES:
-                message = f"{image.param} is too large for this server; send it smaller"
-                raise InvalidRequest(f"{message}, or with detail: low", param=image.param)
+                decoded.append(await self._read(image, options))
+            _check_fits(image, decoded, info)
         return decoded
 
-    async def _read(self, image: ImagePart) -> DecodedImage:
+    def _options(self, info: ModelInfo, own: Mapping[str, Any]) -> dict[str, int]:
+        """Raises InvalidRequest."""
+        try:
+            options = {**self.options, **self.family.read_options(own)}
+        except ValueError as error:
+            name = "mm_processor_kwargs"
+            raise InvalidRequest(f"{name}: {error}", param=name) from error
+        default = info.encoder and info.encoder.default_patches
+        if default and "longest_edge" in self.family.options.keys() - options.keys():
+            options["default_pixels"] = default * self.family.patch_size**2
+        return options
+
+    async def _read(self, image: ImagePart, options: Mapping[str, int]) -> DecodedImage:
         """Raises BadImage and ImageQueueFull."""
         max_side = _LOW_SIDE if image.detail == "low" else None
         if image.url[:5].lower() != "data:":
             content = await self.fetcher.fetch(image.url)
-            return await self.decoder.decode(content, max_side=max_side)
+            return await self.decoder.decode(content, max_side=max_side, options=options)
         found = _DATA.match(image.url)
         if found is None or found[2].rpartition(";")[2].lower() != "base64":
             raise BadImage("its data: URL must begin like data:image/png;base64,")
         if found[1].lower() not in _KINDS:
             raise BadImage(f"its type is {found[1]!r}; it must be one of {', '.join(_KINDS)}")
-        return await self.decoder.decode(image.url[found.end() :], max_side=max_side)
+        data = image.url[found.end() :]
+        return await self.decoder.decode(data, max_side=max_side, options=options)
 
     def with_rows(
         self,
@@ -112,6 +124,27 @@ class ImageReader:
             inserts.append(_insert(image, len(expanded), info))
             expanded += [token_id] * image.num_tokens
         return tuple(expanded), tuple(inserts)
+
+
+def _num_bytes(images: Iterable[DecodedImage]) -> int:
+    return sum(len(each.content) for each in images)
+
+
+def _check_fits(image: ImagePart, decoded: Sequence[DecodedImage], info: ModelInfo) -> None:
+    """decoded: a request's images up to this one. Raises InvalidRequest."""
+    num_tokens = sum(each.num_tokens for each in decoded)
+    if num_tokens > info.max_model_len:
+        raise InvalidRequest(
+            f"the images up to {image.param} are {num_tokens} tokens; this model's context "
+            f"has {info.max_model_len}; send fewer or smaller ones, or detail: low",
+            param=image.param,
+            code=CONTEXT_TOO_LONG,
+        )
+    encoder = info.encoder
+    is_large = encoder and decoded[-1].patches[0] > encoder.max_patches
+    if is_large or _num_bytes(decoded) > _MAX_BYTES:
+        message = f"{image.param} is too large for this server; send it smaller"
+        raise InvalidRequest(f"{message}, or with detail: low", param=image.param)
 
 
 def _insert(image: DecodedImage, start: int, info: ModelInfo) -> Insert:

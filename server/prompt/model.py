@@ -24,6 +24,7 @@ from penstock.engine.client import (
     open_model,
     with_local_adapters,
 )
+from penstock.scheduler.errors import InvalidConfig
 from penstock.server.config import ServeConfig
 from penstock.server.media.decoder import ImageDecoder
 from penstock.server.media.families import ImageFamily
@@ -201,10 +202,14 @@ async def _image_reader(
             _IMAGE_SETTINGS[0],
         )
         return None
+    try:
+        options = family.read_options(server.image_options or {})
+    except ValueError as error:
+        raise InvalidConfig(f"--mm-processor-kwargs: {error}") from error
     decoder = ImageDecoder(family)
     fetcher = ImageFetcher(server.allowed_media_domains, server.max_body_bytes)
     await decoder.start()
-    return ImageReader(family, decoder, fetcher, server.max_images)
+    return ImageReader(family, decoder, fetcher, server.max_images, options)
 
 
 def _close_unused(starting: "asyncio.Task[ImageReader | None]") -> None:

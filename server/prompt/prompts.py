@@ -70,6 +70,8 @@ async def chat_prompt(
     encoder = model.encoder
     if fields.images and model.images is None:
         raise not_supported(fields.images[0])
+    if fields.mm_processor_kwargs and model.images is None:
+        raise UnsupportedParameter("mm_processor_kwargs", "this model takes no images")
     text, begun = await _rendered_chat(fields, encoder)
     encode = partial(encoder.encode_prompt, add_special_tokens=bool(fields.add_special_tokens))
     if fields.images:
@@ -97,7 +99,8 @@ async def _with_images(
         hint = "a prompt with images cannot be cut; leave it out"
         raise UnsupportedParameter("truncate_prompt_tokens", hint)
     limits.check_could_fit(model, "messages", num_chars=len(text))
-    decoded = await model.images.read(fields.images, model.info)
+    own_options = fields.mm_processor_kwargs
+    decoded = await model.images.read(fields.images, model.info, own_options)
     make = partial(model.images.with_rows, encode=encode, images=decoded, info=model.info)
     return await off_loop(make, text, len(text))
 

@@ -189,6 +189,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
     thinking_token_budget: int | None = Field(None, ge=-1)  # vLLM's; -1: no limit
     chat_template: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # vLLM's: how large images become
     documents: list[dict[str, Any]] | None = None  # for templates that know them
     echo: bool | None = None
     prediction: Prediction | None = None

@@ -22,6 +22,7 @@ SHARED_FIELDS = frozenset(
         *("include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "priority"),
         *("cache_salt", "chat_template", "chat_template_kwargs", "thinking_token_budget"),
         *("spaces_between_special_tokens", "structured_outputs", "num_speculative_tokens"),
+        "mm_processor_kwargs",
         *(*SYNONYMS, *UNUSED),
     )
 )

@@ -14,6 +14,7 @@ from penstock.engine.files.json_file import Fields
 _CHANNELS = 3
 _MAX_POSITIONS = 2**20
 _MAX_POOLED = 64
+_MOST_SOFT_TOKENS = 1120  # that Gemma 4 can be asked for, an image
 
 
 class QwenTower(Tower):
@@ -198,7 +199,7 @@ class Gemma4Tower(Tower):
         num = vision.count("position_embedding_size", default=10 * 1024, most=_MAX_POSITIONS)
         self._table = weights.table(f"{patches}.position_embedding_table", 2, num, hidden)
         num_tokens = source.images.count("max_soft_tokens", default=280)
-        self.max_patches = num_tokens * self.pooled**2
+        self.max_patches = max(num_tokens, _MOST_SOFT_TOKENS) * self.pooled**2
         self._standard = None
         if vision.flag("standardize"):
             names = (f"{self.prefix}std_{each}" for each in ("bias", "scale"))

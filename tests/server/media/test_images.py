@@ -17,7 +17,7 @@ from tests.support.image_prompts import (
     png_of_zeros,
     write_prompt_files,
 )
-from tests.support.serving import RunningServer, running_server
+from tests.support.serving import RunningServer, refusal, running_server
 
 MODEL = "seeing"
 NUM_TOKENS = 6  # of `picture()`
@@ -174,6 +174,26 @@ def test_low_detail_takes_fewer_tokens(seeing: RunningServer) -> None:
     assert len(low) < len(high) / 2
 
 
+def test_a_request_says_how_large_its_images_become_in_the_three_apis(
+    seeing: RunningServer,
+) -> None:
+    url, options = data_url(picture(400, 400)), {"max_pixels": 1 << 14}
+    chat: dict[str, Any] = {"messages": [user(part(url))]}
+    num_whole = len(ids_of(seeing, *chat["messages"]))
+    num_small = seeing.post("/tokenize", chat | {"mm_processor_kwargs": options}).json()["count"]
+    assert num_whole - num_small == 12 * 12 - 4 * 4
+    fields: dict[str, Any] = {"model": MODEL, "mm_processor_kwargs": options}
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    messages = [user({"type": "image", "source": source})]
+    counted = seeing.post("/v1/messages/count_tokens", fields | {"messages": messages})
+    assert counted.json() == {"input_tokens": num_small}
+    items = [user({"type": "input_image", "image_url": url})]
+    body = fields | {"input": items, "max_output_tokens": 2}
+    assert seeing.post("/v1/responses", body).json()["usage"]["input_tokens"] == num_small
+    wrong = refused(seeing.chat(model=MODEL, **chat, mm_processor_kwargs={"do_resize": False}))
+    assert wrong["param"] == "mm_processor_kwargs" and "longest_edge" in wrong["message"]
+
+
 def refused(response: httpx.Response) -> dict[str, Any]:
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -297,14 +317,15 @@ def test_an_image_of_responses_is_refused_by_its_own_name(seeing: RunningServer)
 
 def test_streams_of_others_go_on_while_images_are_decoded(seeing: RunningServer) -> None:
     """And when their decoders are killed: nothing of theirs is in the server's process."""
-    large = data_url(png_of_zeros(3000, 3000))
     end = threading.Event()
 
-    def send() -> None:
+    def send(width: int) -> None:
         while not end.is_set():
+            large = data_url(png_of_zeros(width, 3000))
             seeing.chat(model=MODEL, messages=[user(part(large))], max_tokens=1)
+            width += 1  # else it would be known, and not decoded
 
-    senders = [threading.Thread(target=send) for _ in range(3)]
+    senders = [threading.Thread(target=send, args=(width,)) for width in (2000, 3000, 4000)]
     for each in senders:
         each.start()
     try:
@@ -343,3 +364,14 @@ def test_a_server_of_text_alone_refuses_images_by_name(
         assert "--language-model-only" in error["message"]
         plain = server.post("/v1/chat/completions", {"messages": [user(text("a"))]})
         assert plain.status_code == 200
+
+
+@pytest.mark.slow
+def test_a_flag_says_how_large_images_become(directory: str) -> None:
+    flags = ("--model", directory, "--max-model-len", "2000", "--mm-processor-kwargs")
+    with running_server(*flags, '{"max_pixels": 16384}') as server:
+        messages = [user(part(data_url(picture(400, 400))))]
+        ids = ids_of(server, *messages)
+        assert ids.count(max(set(ids), key=ids.count)) == 4 * 4
+    message = refusal("--scripted", *flags, '{"max_soft_tokens": 70}')
+    assert "--mm-processor-kwargs: 'max_soft_tokens': 70" in message
