@@ -117,11 +117,12 @@ class GrammarQueueFull(PenstockError):
 
 
 class ImageQueueFull(PenstockError):
-    """Too many images wait to be decoded, or the processes that decode them failed."""
+    """Too many images are open or wait to be decoded, or the processes that decode them failed."""
 
     def __init__(self) -> None:
         super().__init__(
-            f"this server is decoding the images of other requests; try again in {RETRY_SOON_S} s"
+            "this server has as many images of other requests as it takes; try again in "
+            f"{RETRY_SOON_S} s"
         )
 
 

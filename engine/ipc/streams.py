@@ -253,6 +253,11 @@ class OpenStreams:
         """Those of all open requests, in the order of their submission."""
         return iter(self._streams.values())
 
+    @property
+    def num_insert_bytes(self) -> int:
+        """Of the contents of all open requests' inserts."""
+        return sum(len(each.content) for stream in self for each in stream.request.inserts)
+
     def resumptions(self) -> list[OnWire]:
         """Messages that give all open requests to another engine, as they were submitted."""
         groups = groupby(self, key=attrgetter("first"))

@@ -1,7 +1,10 @@
 """The images of a request: where each comes from, and the rows that stand for it in a prompt."""
 
+import asyncio
 import contextlib
+import hashlib
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +13,7 @@ from penstock.engine.client import ModelInfo
 from penstock.scheduler.types import Insert
 from penstock.server.errors import (
     CONTEXT_TOO_LONG,
+    ImageQueueFull,
     InvalidRequest,
     UnsupportedParameter,
 )
@@ -23,6 +27,10 @@ _DATA = re.compile(r"data:([^,;]{0,64})((?:;[^,;]{0,64}){0,4}),", re.IGNORECASE)
 _LOW_SIDE = 512
 # Of the patches of a request's images. The engine gets them in one message.
 _MAX_BYTES = 128 << 20
+# Of those of all open requests, here; the engine has as many.
+_MAX_OPEN_BYTES = 512 << 20
+# Of those that may come again: a conversation sends its images with each turn.
+_CACHE_BYTES = 128 << 20
 
 
 class ImagePart(NamedTuple):
@@ -36,13 +44,17 @@ class ImagePart(NamedTuple):
 @dataclass(slots=True)
 class ImageReader:
     """Reads images for one model. max_images: of a prompt. options: of the model's image processor,
-    unless a request has its own."""
+    unless a request has its own. num_open_bytes: of the patches of all requests that were
+    submitted."""
 
     family: ImageFamily
     decoder: ImageDecoder
     fetcher: ImageFetcher
     max_images: int
     options: Mapping[str, int] = field(default_factory=dict)
+    num_open_bytes: Callable[[], int] = lambda: 0
+    _num_read_bytes: int = field(default=0, init=False)  # of those that are not yet
+    _cache: OrderedDict[bytes, DecodedImage] = field(default_factory=OrderedDict, init=False)
 
     def close(self) -> None:
         self.decoder.close()
@@ -63,10 +75,16 @@ class ImageReader:
             raise InvalidRequest(f"{message} (--limit-mm-per-prompt)", param=first)
         decoded: list[DecodedImage] = []
         options = self._options(info, own_options or {})
-        for image in images:
-            with _named(image):
-                decoded.append(await self._read(image, options))
-            _check_fits(image, decoded, info)
+        try:
+            for image in images:
+                if self.num_open_bytes() + self._num_read_bytes > _MAX_OPEN_BYTES:
+                    raise ImageQueueFull
+                with _named(image):
+                    decoded.append(await self._read(image, options))
+                self._num_read_bytes += len(decoded[-1].content)
+                _check_fits(image, decoded, info)
+        finally:
+            self._num_read_bytes -= _num_bytes(decoded)
         return decoded
 
     def _options(self, info: ModelInfo, own: Mapping[str, Any]) -> dict[str, int]:
@@ -86,14 +104,26 @@ class ImageReader:
         max_side = _LOW_SIDE if image.detail == "low" else None
         if image.url[:5].lower() != "data:":
             content = await self.fetcher.fetch(image.url)
-            return await self.decoder.decode(content, max_side=max_side, options=options)
+            return await self._decoded(content, max_side, options)
         found = _DATA.match(image.url)
         if found is None or found[2].rpartition(";")[2].lower() != "base64":
             raise BadImage("its data: URL must begin like data:image/png;base64,")
         if found[1].lower() not in _KINDS:
             raise BadImage(f"its type is {found[1]!r}; it must be one of {', '.join(_KINDS)}")
-        data = image.url[found.end() :]
-        return await self.decoder.decode(data, max_side=max_side, options=options)
+        return await self._decoded(image.url[found.end() :], max_side, options)
+
+    async def _decoded(
+        self, file: str | bytes, max_side: int | None, options: Mapping[str, int]
+    ) -> DecodedImage:
+        """From the cache, whose last is the one that was used last. Raises as `decode`."""
+        cache, key = self._cache, await asyncio.to_thread(_digest, file, f"{max_side}{options}")
+        decoded = cache.pop(key, None)
+        if decoded is None:
+            decoded = await self.decoder.decode(file, max_side=max_side, options=options)
+        cache[key] = decoded
+        while _num_bytes(cache.values()) > _CACHE_BYTES:
+            cache.popitem(last=False)
+        return decoded
 
     def with_rows(
         self,
@@ -124,6 +154,12 @@ class ImageReader:
             inserts.append(_insert(image, len(expanded), info))
             expanded += [token_id] * image.num_tokens
         return tuple(expanded), tuple(inserts)
+
+
+def _digest(file: str | bytes, how: str) -> bytes:
+    kind = how.encode() + b" of base64" * isinstance(file, str)
+    data = file.encode("utf-8", "surrogatepass") if isinstance(file, str) else file
+    return hashlib.blake2b(data, key=hashlib.blake2b(kind).digest()).digest()
 
 
 def _num_bytes(images: Iterable[DecodedImage]) -> int:

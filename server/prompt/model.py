@@ -158,7 +158,8 @@ async def load_model(
     progress: Progress,
 ) -> ServedModel:
     """Starts the engine with it. Raises PenstockError."""
-    starting, images = asyncio.create_task(_image_reader(config, directory, prompt_files)), None
+    reading = _image_reader(config, directory, prompt_files, engine)
+    starting, images = asyncio.create_task(reading), None
     try:
         files, info = await asyncio.gather(prompt_files, _start(engine, progress))
         images = await starting if info.encoder else None
@@ -186,7 +187,10 @@ async def load_model(
 
 
 async def _image_reader(
-    config: ServeConfig, directory: Path, prompt_files: Awaitable[PromptFiles]
+    config: ServeConfig,
+    directory: Path,
+    prompt_files: Awaitable[PromptFiles],
+    engine: EngineClient,
 ) -> ImageReader | None:
     """None for a model that takes no images, or does not say how. Raises InvalidConfig."""
     server, encoder = config.server, (await prompt_files).encoder
@@ -209,7 +213,14 @@ async def _image_reader(
     decoder = ImageDecoder(family)
     fetcher = ImageFetcher(server.allowed_media_domains, server.max_body_bytes)
     await decoder.start()
-    return ImageReader(family, decoder, fetcher, server.max_images, options)
+    return ImageReader(
+        family,
+        decoder,
+        fetcher,
+        server.max_images,
+        options,
+        lambda: engine.streams.num_insert_bytes,
+    )
 
 
 def _close_unused(starting: "asyncio.Task[ImageReader | None]") -> None:

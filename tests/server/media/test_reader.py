@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from penstock.engine.ipc.streams import OpenStreams
 from penstock.engine.step.model_info import ModelInfo
-from penstock.server.errors import InvalidRequest
+from penstock.scheduler.types import Insert, Request, RequestId, SamplingParams
+from penstock.server.errors import ImageQueueFull, InvalidRequest
+from penstock.server.media import reader as readers
 from penstock.server.media.decoder import ImageDecoder
 from penstock.server.media.fetcher import ImageFetcher
 from penstock.server.media.reader import ImagePart, ImageReader
@@ -67,12 +70,75 @@ def qwen(shared: Reading) -> Reading:
     return shared
 
 
+def test_the_same_image_is_decoded_once(qwen: Reading) -> None:
+    first, again = qwen.read(LARGE, LARGE)
+    (later,) = qwen.read(LARGE)
+    assert first is again is later
+
+
 def test_an_image_that_is_read_otherwise_is_decoded_again(qwen: Reading) -> None:
     (first,) = qwen.read(LARGE)
     (smaller,) = qwen.read(LARGE, max_pixels=1 << 16)
     (low,) = qwen.read(LARGE, detail="low")
     assert first.num_tokens == 300 and smaller.num_tokens == 54
     assert low.num_tokens == 192 and len({each.digest for each in (first, smaller, low)}) == 3
+
+
+def test_the_least_recently_used_images_leave_the_cache(
+    qwen: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small,) = qwen.read(SMALL)
+    monkeypatch.setattr(readers, "_CACHE_BYTES", 2 * len(small.content))
+    others = [data_url(picture(64, 96)), data_url(picture(32, 192))]
+    (other,) = qwen.read(others[0])
+    assert qwen.read(SMALL)[0] is small
+    qwen.read(others[1])
+    assert qwen.read(SMALL)[0] is small and qwen.read(others[0])[0] is not other
+
+
+def test_an_image_that_cannot_be_read_is_not_kept(qwen: Reading) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="base64"):
+            qwen.read(SMALL, "data:image/png;base64,\udc80")
+    assert qwen.read(SMALL)
+
+
+def test_images_beyond_what_is_open_at_a_time_are_refused(
+    qwen: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (small,) = qwen.read(SMALL)
+    num_open = 0
+    qwen.reader.num_open_bytes = lambda: num_open
+    monkeypatch.setattr(readers, "_MAX_OPEN_BYTES", 2 * len(small.content))
+    assert len(qwen.read(SMALL, SMALL, SMALL)) == 3
+    with pytest.raises(ImageQueueFull):
+        qwen.read(SMALL, SMALL, SMALL, SMALL)
+    num_open = len(small.content)
+    with pytest.raises(ImageQueueFull):
+        qwen.read(SMALL, SMALL, SMALL)
+    num_open = 0
+    assert len(qwen.read(SMALL, SMALL, SMALL)) == 3  # what was refused holds nothing
+
+
+async def test_open_requests_count_until_they_end() -> None:
+    streams = OpenStreams(4, 4, lambda message: None)
+    inserts = (Insert(0, 1, b"", (1, 1, 1), content=b"12345"), Insert(1, 1, b"", (1, 1, 1)))
+    sampling = SamplingParams(max_tokens=1)
+    requests = [
+        Request(
+            id=RequestId(name),
+            prompt_token_ids=(1, 2),
+            sampling=sampling,
+            arrival_s=0.0,
+            inserts=inserts,
+        )
+        for name in "ab"
+    ]
+    for each in requests:
+        streams.submit_alike([each])
+    assert streams.num_insert_bytes == 10
+    streams.abort(requests[0].id)
+    assert streams.num_insert_bytes == 5
 
 
 def with_default(reading: Reading, num_patches: int) -> None:
