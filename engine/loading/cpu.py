@@ -85,7 +85,7 @@ class CpuLoading(DecoderLoading):
         size = size_cpu_pool(
             config,
             self.largest_pools,
-            weight_bytes=(self.num_weight_bytes or 0) + self.bytes_beside,
+            weight_bytes=(self.num_weight_bytes or 0) + self.bytes_beside + self.row_bytes,
             max_model_len=self.longest,
             memory=self._memory,
             num_ranks=place.layout.size,
@@ -148,7 +148,7 @@ class CpuLoading(DecoderLoading):
                 kv_pool=size.num_bytes(self.pools),
                 adapters=most_adapter_bytes(self.config.lora, self.model, self.dtype),
                 drafts=self._draft_bytes() if info.takes_drafts else None,
-                encoder=None if info.encoder is None else info.encoder.cache_bytes,
+                encoder=self.row_bytes or None,
                 pool_notes=pool_notes(size, self.pools),
             ),
         )

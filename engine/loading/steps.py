@@ -180,6 +180,11 @@ class DecoderLoading(Loading):
         if self._encoder is not None:
             self.num_weight_bytes += self._encoder.info.weight_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """For rows of images."""
+        return 0 if self._encoder is None else self._encoder.info.cache_bytes
+
     def plan_pool(self) -> None:
         """How the layers share pools, and what a block takes: here, and in the stage where it takes
         most, from which the number of blocks follows."""

@@ -18,6 +18,7 @@ from penstock.engine.errors import InvalidModel
 from penstock.engine.executors.cuda.device import Processor
 from penstock.engine.loading.encoder import EncoderLoading
 from penstock.engine.loading.load import load as load_model
+from penstock.engine.memory.pool import kv_pool
 from penstock.engine.models.config import ModelConfig
 from penstock.engine.models.undeclared import check_tensors
 from penstock.engine.process.phases import Phases
@@ -275,3 +276,18 @@ def test_a_start_loads_the_tower_beside_the_model(tmp_path: Path) -> None:
     assert found.info.weight_bytes == without.info.weight_bytes
     expected = encode("gemma3", model, random_image(64, 48))
     assert_close(rows_of(found.encoder, expected.insert), expected)
+
+
+def test_an_image_has_a_default_on_a_processor_and_rows_have_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model("qwen3_5", random_model("qwen3_5"), tmp_path)
+    free = 320 << 20
+    monkeypatch.setattr(kv_pool, "available_memory_bytes", lambda: free)
+    config = engine_config(tmp_path, takes_images=True, kv_cache_memory_bytes=None)
+    found = load_model(config, tmp_path, None, Processor(), Phases())
+    encoder, ledger = found.info.encoder, found.ledger
+    assert encoder and encoder.default_patches == 4096
+    assert ledger.encoder == encoder.cache_bytes == 256 << 20
+    room = free - encoder.cache_bytes - ledger.weights
+    assert room // 8 < ledger.kv_pool <= room // 4
