@@ -31,7 +31,7 @@ from penstock.engine.sampling.prompt_reader import PromptPart, PromptReader
 from penstock.engine.sampling.sampler import Draw, Sampler, failed_rows
 from penstock.engine.sampling.verify import DraftedRow, sample_drafted
 from penstock.engine.step.executor import block_copies
-from penstock.engine.step.model_input import ModelInput, build_model_input
+from penstock.engine.step.model_input import ModelInput, build_model_input, with_segments
 from penstock.scheduler.types import (
     Insert,
     PromptOutput,
@@ -90,6 +90,7 @@ class CpuExecutor:
         self._sampler = Sampler(max_num_seqs, info.vocab_size, _CPU, self._grammars, loaded.draw)
         self._inserts = InsertTable(loaded.encoder)
         self._inserts_of: dict[int, tuple[Insert, ...]] = {}  # by slot, where there are any
+        self._num_first = [0] * max_num_seqs  # see `Request`, by slot
         self._prompts = PromptReader(info.vocab_size, self._model.logits)
         self._proposer: Proposer | None = None
         if loaded.make_proposer is not None:
@@ -163,6 +164,7 @@ class CpuExecutor:
                 self._prompts.assign(assignment)
             self.adapters.assign(assignment)
             self._inserts_of.pop(slot, None)
+            self._num_first[slot] = assignment.num_first
             if assignment.inserts:
                 self._inserts_of[slot] = assignment.inserts
             if self._is_follower:
@@ -294,6 +296,8 @@ class CpuExecutor:
         step = self._build_input(batch, self._token_table, self._block_tables, block_size)
         if self._inserts_of:
             step = with_inserts(step, batch, self._inserts_of, self._inserts.rows_of)
+        if any(self._num_first[slot] for slot in batch.slots):
+            step = with_segments(step, [self._num_first[slot] for slot in batch.slots])
         if adapters := self.adapters.runs(batch, step.query_starts):
             step = replace(step, adapters=adapters)
         if self._proposer is not None and (room := self._proposer.room(batch)) is not None:

@@ -3,6 +3,7 @@
 Nothing is padded: all tokens of a step are in one row of length T, sequence after sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -158,6 +159,14 @@ def as_encoder_input(step: ModelInput) -> ModelInput:
     counts = torch.tensor(step.query_starts).diff()
     reaches = torch.tensor(step.context_lens).repeat_interleave(counts)
     return replace(step, reaches=reaches.to(step.positions.device))
+
+
+def with_segments(step: ModelInput, nums: Sequence[int]) -> ModelInput:
+    """nums: of each row, the tokens of its first text; 0: all."""
+    counts = torch.tensor(step.query_starts).diff()
+    first = torch.tensor([num or end for num, end in zip(nums, step.context_lens, strict=True)])
+    ends = first.repeat_interleave(counts).to(step.positions.device)
+    return replace(step, segments=(step.positions >= ends).long())
 
 
 def num_single(batch: ScheduledBatch) -> int:

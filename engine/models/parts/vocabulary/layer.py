@@ -42,7 +42,7 @@ class EmbeddedSums:
                 positions + self.config.first_position, self.positions
             )
         if self.types is not None:
-            if segments is None:
+            if segments is None or len(self.types) == 1:
                 rows = rows + self.types[0]
             else:
                 rows = rows + functional.embedding(segments, self.types)
