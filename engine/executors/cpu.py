@@ -91,7 +91,7 @@ class CpuExecutor:
         self._inserts = InsertTable(loaded.encoder)
         self._inserts_of: dict[int, tuple[Insert, ...]] = {}  # by slot, where there are any
         self._num_first = [0] * max_num_seqs  # see `Request`, by slot
-        self._prompts = PromptReader(info.vocab_size, self._model.logits)
+        self._prompts = PromptReader(info.vocab_size, self._model.logits, loaded.pooled)
         self._proposer: Proposer | None = None
         if loaded.make_proposer is not None:
             self._proposer = loaded.make_proposer(self._token_table, self._group_tables[0])

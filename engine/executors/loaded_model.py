@@ -1,6 +1,9 @@
 """`LoadedModel`: what an executor is made of."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from penstock.engine.encoders.encoder import Encoder
 from penstock.engine.memory.ledger import Ledger
@@ -14,7 +17,7 @@ from penstock.engine.step.model_info import ModelInfo
 class LoadedModel:
     """See `penstock.engine.executors.cpu.HostModel` and
     `penstock.engine.executors.cuda.executor.DeviceModel`. encoder: of images; None where text alone
-    is taken. ledger: of the device's memory."""
+    is taken. pooled: see `PromptReader`. ledger: of the device's memory."""
 
     pool: KVPools
     info: ModelInfo
@@ -22,4 +25,5 @@ class LoadedModel:
     grammars: GrammarTable
     max_num_seqs: int
     encoder: Encoder | None = None
+    pooled: Callable[[Tensor], Tensor] | None = None
     ledger: Ledger = field(default_factory=Ledger)

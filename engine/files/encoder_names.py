@@ -13,6 +13,7 @@ _EMBEDDINGS = (
     (r"^model\.embed_tokens", "embeddings.word_embeddings"),
     (r"^model\.embed_positions", "embeddings.position_embeddings"),
     (r"^model\.embed_types", "embeddings.token_type_embeddings"),
+    (r"^model\.pooler", "pooler"),
 )
 _NORM = (r"^model\.embed_norm", "embeddings.LayerNorm")
 _BERT: _Style = (
@@ -29,7 +30,6 @@ _BERT: _Style = (
         (r"mlp\.up_proj", "intermediate.dense"),
         (r"mlp\.down_proj", "output.dense"),
         (r"output_layernorm", "output.LayerNorm"),
-        (r"^model\.pooler", "pooler"),
     ),
 )
 _MODERN: _Style = (

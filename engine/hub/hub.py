@@ -63,7 +63,8 @@ _SETTINGS = (
     "additional_chat_templates/*.jinja",
     "modules.json",
     "config_sentence_transformers.json",
-    "*_Pooling/config.json",
+    *("*_Pooling/config.json", "*_Dense/config.json", "*_LogitScore/config.json"),
+    "*_Dense/model.safetensors",
 )
 # A tokenizer is made of these, where there is no tokenizer.json.
 _SLOW_TOKENIZER = (

@@ -125,10 +125,9 @@ def serve(
     events = None if config.kv_events is None else KVEvents(info.block_size)
     send = pipe.send if events is None else _publishing(pipe.send, config, info, events)
     scheduler = Scheduler(
-        # Of what attends to later tokens, too, no beginning can be used again.
-        config.scheduler
-        if info.generates
-        else replace(config.scheduler, enable_prefix_caching=False),
+        replace(config.scheduler, enable_prefix_caching=False)
+        if info.computes_whole
+        else config.scheduler,
         groups=info.kv_groups,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
@@ -137,7 +136,7 @@ def serve(
         events=events,
         step_model=step_model,
         num_cohorts=info.pipeline_parallel_size,
-        computes_whole=not info.generates,
+        computes_whole=info.computes_whole,
         drafter=_drafter(config, info, step_model),
         encoder=info.encoder_costs,
     )

@@ -141,6 +141,7 @@ class CpuLoading(DecoderLoading):
             native=native,
             place=self.place,
             encoder=self.encoder,
+            pooled=self.pooled,
             ledger=Ledger(
                 total=self.device.total_bytes,
                 others=self._others,
@@ -245,7 +246,7 @@ class CpuLoading(DecoderLoading):
             computed_by=computed_by,
             # Torch's operators round by the number of rows.
             takes_drafts=native is not None
-            and not self.whole.is_encoder
+            and self.whole.generates
             and not (self._accepts_late and any(self.whole.recurrent)),
             **rates,
         )

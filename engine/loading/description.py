@@ -41,7 +41,7 @@ def describe(
         architecture=model.family,
         vocab_size=whole.vocab_size,
         hidden_size=model.hidden_size,
-        pooled_size=model.hidden_size,
+        **_pooled_fields(whole),
         eos_token_ids=model.eos_token_ids,
         num_parameters=whole.num_parameters,
         attention=_attention_groups(model, layout, kv_dtype.itemsize),
@@ -51,12 +51,20 @@ def describe(
         flops_per_token=2 * model.num_token_weights,
         flops_per_sampled_token=2 * model.vocab_size * model.hidden_size,
         experts=model.routed(expert_bytes),
-        generates=not whole.is_encoder,
+        generates=whole.generates,
+        computes_whole=whole.is_encoder,
         tensor_parallel_size=ranks.tensor_size,
         pipeline_parallel_size=ranks.num_stages,
         **device_fields(dtype, kv_dtype, device_name, size, block_size),
         **measured,
     )
+
+
+def _pooled_fields(model: ModelConfig) -> dict[str, Any]:
+    if (head := model.pooled) is None:
+        return {"pooled_size": model.hidden_size}
+    named = ("labels", "problem_type", "pooling")
+    return {"pooled_size": head.size, **{name: getattr(head, name) for name in named}}
 
 
 def device_fields(

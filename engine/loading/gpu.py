@@ -306,6 +306,7 @@ class GpuLoading(DecoderLoading):
             ranks=self.place,
             device=self.device,
             drafted=self._drafted,
+            pooled=self.pooled,
         )
 
 

@@ -28,6 +28,7 @@ from penstock.engine.models.formats.kept import CodePolicy
 from penstock.engine.models.layers.linear import MakeLinear, PlainLinear
 from penstock.engine.models.lora.store import Adapters
 from penstock.engine.models.parts.reader import Empty
+from penstock.engine.models.pooled_layers import PooledLayers
 from penstock.engine.models.undeclared import check_tensors
 from penstock.engine.process.phases import Phases
 from penstock.engine.ranks.membership import Membership
@@ -123,6 +124,7 @@ class DecoderLoading(Loading):
     may_have_encoder = False
     """Whether what computes the model takes images."""
     encoder: Tower | None = None
+    pooled: PooledLayers | None = None
 
     def __init__(self, config: EngineConfig, directory: Path, *others: Any) -> None:
         check_quantization(config, directory)
@@ -179,6 +181,8 @@ class DecoderLoading(Loading):
         )
         if self._encoder is not None:
             self.num_weight_bytes += self._encoder.info.weight_bytes
+        if self.whole.pooled is not None:
+            self.num_weight_bytes += self.whole.pooled.num_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -291,6 +295,11 @@ class DecoderLoading(Loading):
         )
         if self._encoder is not None:
             self.encoder = self._encoder.load(self.config.load_format, num_threads, self.phases)
+        if (head := self.whole.pooled) is not None:
+            is_made_up = self.config.load_format is LoadFormat.DUMMY
+            device = self.device.device
+            self.pooled = PooledLayers(head, self.directory, device, is_made_up=is_made_up)
+            self.phases.advance(head.num_bytes)
 
     def grammars(self) -> GrammarTable:
         ids = self.whole.vocab_size, self.model.eos_token_ids

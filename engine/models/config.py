@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.engine.config import ModelImpl
+from penstock.engine.files.gguf.file import is_gguf
 from penstock.engine.files.json_file import Fields, read_object, shown
 from penstock.engine.files.safetensors import tensor_names, text_model_name
 from penstock.engine.kernels.attention.shape import AttentionShape
@@ -18,6 +19,7 @@ from penstock.engine.models.errors import InvalidModel, UnsupportedFeature
 from penstock.engine.models.families.families import SERVED, find_family
 from penstock.engine.models.families.keys import check_keys
 from penstock.engine.models.families.outline import Family, Outline
+from penstock.engine.models.families.pooled_heads import Dense, PooledHead, read_pooled_head
 from penstock.engine.models.formats.config import QuantizationConfig
 from penstock.engine.models.formats.parse import read_quantization
 from penstock.engine.models.formats.scheme import KeptBytes, TensorScheme
@@ -51,7 +53,8 @@ class ModelConfig:
 
     is_wrapped: whether it is the text model of a model of text and images. norm: of all norms.
     per_layer_inputs: None where layers have no inputs of their own. quantization: None where all
-    weights are plain. is_encoder: whether tokens attend to later ones, and none is generated.
+    weights are plain. is_encoder: whether tokens attend to later ones. pooled: what passes the
+    pooled state of a text on; None for nothing. generates: whether it has an output layer for it.
     """
 
     family: str
@@ -66,6 +69,8 @@ class ModelConfig:
     quantization: QuantizationConfig | None
     per_layer_inputs: PerLayerInputs | None = None
     is_encoder: bool = False
+    pooled: PooledHead | None = None
+    generates: bool = True
     model_impl: ClassVar[ModelImpl] = ModelImpl.PENSTOCK
 
     @property
@@ -355,15 +360,23 @@ class ModelConfig:
         quantization = read_quantization(outer, model_dir)
         if is_wrapped and quantization is not None:
             quantization = quantization.renamed(text_model_name)
-        _check_kind(fields, family)
         outline = Outline(fields, family)
         design, (layers, rope) = outline.design, outline.layers()
+        is_encoder = design.attention.get("is_two_sided", False)
+        _check_kind(fields, family, is_encoder=is_encoder)
+        is_tied = _has_tied_embeddings(outer, fields, model_dir, is_wrapped)
+        pooled = None
+        if not is_gguf(model_dir):
+            table = "model.embed_tokens" if is_tied else "lm_head"
+            shape = (outline.sizes["vocab_size"], outline.sizes["hidden_size"])
+            output = Dense(name=table, shape=shape, has_bias=False)
+            pooled = read_pooled_head(fields, model_dir, name, output)
+        named = (outer.names("architectures") or [""])[0]
+        is_bare = named.endswith("Model") and named != family.architecture
+        generates = not (is_encoder or is_bare or (pooled is not None and pooled.labels))
         head = Head(
             **outline.sizes,
-            **{
-                "is_tied": _has_tied_embeddings(outer, fields, model_dir, is_wrapped),
-                **design.head,
-            },
+            **{"is_tied": is_tied or not generates, **design.head},
             multiplier=design.logit_multiplier,
             softcap=design.logit_softcap,
         )
@@ -386,14 +399,16 @@ class ModelConfig:
             ),
             quantization=quantization,
             per_layer_inputs=design.per_layer_inputs,
-            is_encoder=family.is_encoder,
+            is_encoder=is_encoder,
+            pooled=pooled,
+            generates=generates,
         )
         for each in (fields, outer) if is_wrapped else (fields,):
             check_keys(each, family.without_effect, outline.head_dim, has_encoders=each is outer)
         return config
 
 
-def _check_kind(fields: Fields, family: Family) -> None:
+def _check_kind(fields: Fields, family: Family, *, is_encoder: bool) -> None:
     """Raises InvalidModel: for another activation than the family's, or attention to later tokens
     in a decoder."""
     activation = family.activation
@@ -403,7 +418,7 @@ def _check_kind(fields: Fields, family: Family) -> None:
                 f"{fields.path} has {name} {shown(fields.get(name))}; only "
                 f"{_ACTIVATIONS[activation][0]!r} is supported for this architecture"
             )
-    if not (family.is_encoder or fields.flag("is_causal", default=True)):
+    if not (is_encoder or fields.flag("is_causal", default=True)):
         raise InvalidModel(
             f"{fields.path} has is_causal: false, so tokens also attend to later ones, which is "
             "not supported; use a model with causal attention"

@@ -82,6 +82,8 @@ def _declared(config: ModelConfig) -> Iterator[str]:
     """Yields the names of all tensors of plain weights, and of stacks of codes."""
     if config.per_layer_inputs is not None:
         yield f"{TABLE}.weight"
+    for dense in config.pooled.layers if config.pooled is not None else ():
+        yield from (() if dense.directory else dense.tensors)
     for prefix, table in config.tables:
         for name, _ in table.shapes():
             if name == _OUTPUT and config.head.is_tied:

@@ -238,8 +238,8 @@ def _pack_ends(packer: Packer, model: LlamaModel) -> tuple[Structure, Structure]
     """Returns the embedding and the head, which may be the same matrix."""
     config, table = model.config, model.embedding
     [output] = parts(model.lm_head, packer.dtype)
-    # An encoder has no output layer, and its embedding stays as torch gathers its rows.
-    has_head = len(model.norm) > 0 and not config.is_encoder
+    # Without an output layer the embedding stays as it is, and an encoder's rows torch gathers.
+    has_head = len(model.norm) > 0 and config.generates
     given = {"linear": packer.packed(output)} if has_head else {}
     head = packer.filled("Head", model, config.head, **given)
     # Codes that are widened, as of odd columns, are not the embedding, which was never rounded.

@@ -5,7 +5,6 @@ ends; a preempted one starts again with a new assignment. Results are combined i
 the prompt is split, so they depend on the sequence alone wherever its logits and states do.
 """
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,10 +58,17 @@ class PromptPart(NamedTuple):
 
 
 class PromptReader:
-    def __init__(self, vocab_size: int, to_logits: Callable[[Tensor], Tensor]) -> None:
-        """to_logits: (R, hidden_size) to (R, vocab_size) float32."""
+    def __init__(
+        self,
+        vocab_size: int,
+        to_logits: Callable[[Tensor], Tensor],
+        pooled: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """to_logits: (R, hidden_size) to (R, vocab_size) float32. pooled: what a pooled state
+        passes through, (hidden_size,) to (size,) float32."""
         self._vocab_size = vocab_size
         self._to_logits = to_logits
+        self._pooled = pooled or (lambda state: state)
         self._gathered: dict[int, _Gathered] = {}
 
     def assign(self, assignment: SlotAssignment) -> None:
@@ -102,7 +108,7 @@ class PromptReader:
             self._take(part, part_states, token_table)
             if part.end == gathered.num_tokens:
                 del self._gathered[gathered.slot]
-                outputs.append(_output(gathered) if gathered.is_valid else None)
+                outputs.append(self._output(gathered) if gathered.is_valid else None)
         return tuple(outputs)
 
     def _take(self, part: PromptPart, states: Tensor, token_table: Tensor) -> None:
@@ -145,19 +151,18 @@ class PromptReader:
             )
             gathered.logprobs.append(packed)
 
+    def _output(self, gathered: _Gathered) -> PromptOutput:
+        num_logprobs, pooling = gathered.requested
+        embedding = None
+        if pooling:
+            assert gathered.state is not None
+            count = gathered.num_tokens * _INTEGER_ONE if pooling is Pooling.MEAN else 1
+            state = (gathered.state.double() / count).float()
+            embedding = _bytes(self._pooled(state), torch.float32)
+        logprobs = None if num_logprobs is None else PackedLogprobs.joined(gathered.logprobs)
+        return PromptOutput(logprobs, embedding)
+
 
 def _bytes(column: Tensor, dtype: torch.dtype) -> bytes:
     values: bytes = column.to("cpu", dtype).contiguous().numpy().tobytes()
     return values
-
-
-def _output(gathered: _Gathered) -> PromptOutput:
-    num_logprobs, pooling = gathered.requested
-    embedding = None
-    if pooling:
-        assert gathered.state is not None
-        count = gathered.num_tokens * _INTEGER_ONE if pooling is Pooling.MEAN else 1
-        values = (gathered.state.double() / count).tolist()
-        embedding = struct.pack(f"<{len(values)}f", *values)
-    logprobs = None if num_logprobs is None else PackedLogprobs.joined(gathered.logprobs)
-    return PromptOutput(logprobs, embedding)

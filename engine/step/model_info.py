@@ -127,7 +127,8 @@ class ModelInfo:
     tensor_parallel_size: how many ranks have a part of every layer each. pipeline_parallel_size:
     how many stages there are, each of some layers. Bytes, operations, peaks and measurements are
     then those of one rank, in the last stage. encoder: of images; None where it takes text alone.
-    generates: whether it continues a text; an encoder of text does not, and computes prompts whole.
+    generates: whether it continues a text. computes_whole: whether a text's tokens attend to later
+    ones, as an encoder's do, so that it is computed in one step, and no beginning used again.
     """
 
     architecture: str
@@ -170,6 +171,7 @@ class ModelInfo:
     pipeline_parallel_size: int = 1
     encoder: EncoderInfo | None = None
     generates: bool = True
+    computes_whole: bool = False
     labels: tuple[str, ...] = ()
     problem_type: str | None = None
     pooling: Pooling | None = None

@@ -26,7 +26,7 @@ _MODES = {
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_cls_token": Pooling.FIRST,
 }
-_SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
+_SERVED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Pooler:
     """From the states of a prompt to its embedding.
 
     pooling: None as long as nothing says it: it is then that of vLLM, see `of`.
-    hidden_size: numbers of a state. matryoshka: the dimensions to which an embedding may be
+    hidden_size: numbers of a pooled state. matryoshka: the dimensions to which an embedding may be
     truncated; None for none, empty for any. problem: why this model cannot make embeddings.
     """
 
@@ -59,8 +59,8 @@ class Pooler:
 
     def of(self, info: ModelInfo) -> Self:
         """Returns it for a loaded model."""
-        default = Pooling.LAST if info.generates else Pooling.FIRST
-        return replace(self, hidden_size=info.hidden_size, pooling=self.pooling or default)
+        default = info.pooling or (Pooling.FIRST if info.computes_whole else Pooling.LAST)
+        return replace(self, hidden_size=info.pooled_size, pooling=self.pooling or default)
 
     def check(self, dimensions: int | None, param: str = "dimensions") -> None:
         """Raises InvalidRequest if the model has no embeddings of these dimensions, which the

@@ -202,12 +202,13 @@ _MODELS = {
 
 
 _ENCODERS = {
-    "bert": "BERT: all-MiniLM, bge, e5, gte-base, snowflake-arctic-embed",
+    "bert": "BERT: all-MiniLM, bge, e5, gte-base, snowflake-arctic-embed, ms-marco-MiniLM",
     "roberta": "RoBERTa: all-distilroberta, unixcoder",
-    "xlm-roberta": "XLM-RoBERTa: bge-m3 (dense), multilingual-e5, snowflake-arctic-embed-l-v2",
-    "modernbert": "ModernBERT: gte-modernbert, nomic modernbert-embed",
+    "xlm-roberta": "XLM-RoBERTa: bge-m3 (dense), multilingual-e5, snowflake-arctic-embed-l-v2, "
+    "bge-reranker-v2-m3",
+    "modernbert": "ModernBERT: gte-modernbert, nomic modernbert-embed, gte-reranker-modernbert",
     "nomic_bert": "Nomic: nomic-embed-text-v1.5",
-    "gte": "GTE: gte-multilingual-base, gte-base-en-v1.5",
+    "gte": "GTE: gte-multilingual-base, gte-base-en-v1.5, gte-multilingual-reranker",
 }
 
 

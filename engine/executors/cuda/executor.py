@@ -93,7 +93,7 @@ class CudaExecutor:
         self._samples = ranks.rank == 0
         self._samples_in_graphs = self._samples and ranks.tensor.size == 1
         self._sampler, sampler_of_graphs = self._make_sampler(loaded)
-        self._prompts = PromptReader(loaded.info.vocab_size, model.logits_of_normed)
+        self._prompts = PromptReader(loaded.info.vocab_size, model.logits_of_normed, loaded.pooled)
         self._launched: LaunchedStep | None = None
         self._states = None
         if pool.recurrent is not None and model.has_states:  # a stage may have no layers with any

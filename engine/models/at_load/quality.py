@@ -57,7 +57,7 @@ def token_ids_of_text(model_dir: Path, model: ModelConfig) -> list[int]:
     """The text that the figures are for. Empty where there is no tokenizer.json to read it with,
     and for an encoder, which has no distribution of a next token."""
     path = model_dir / "tokenizer.json"
-    if model.is_encoder or not path.is_file():
+    if not model.generates or not path.is_file():
         return []
     text = files(__package__).joinpath("text.txt").read_text(encoding="utf-8")
     token_ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids

@@ -194,7 +194,7 @@ class LlamaModel:
     @property
     def step_weight_bytes(self) -> int:
         """As `ModelInfo.weight_bytes`: only the output layer reads a tied embedding."""
-        ends = self.norm.nbytes + self.lm_head.num_bytes
+        ends = self.norm.nbytes + self.config.generates * self.lm_head.num_bytes
         return ends + sum(part.num_bytes for part in self.parts)
 
     @property

@@ -6,7 +6,7 @@ from functools import partial
 
 from penstock.engine.files.json_file import Fields
 from penstock.engine.models.families.outline import Design, Family, Ropes, one_rope, ropes_by_kind
-from penstock.engine.models.parts.attention.rope import RopeConfig
+from penstock.engine.models.parts.attention.rope import RopeConfig, RopeSettings
 from penstock.engine.models.parts.attention.windows import Windows, full_every, no_window
 from penstock.engine.models.parts.layer import Layer
 from penstock.engine.models.parts.tensors import NormKind
@@ -80,6 +80,18 @@ def _modern_ropes(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
     return ropes_by_kind(fields.with_defaults(thetas), head_dim, windows, local_theta=local_theta)
 
 
+def _gte(fields: Fields, design: Design) -> Design:
+    """The code that the model came with has settings that transformers' has not."""
+    for name, only in (("layer_norm_type", "layer_norm"), ("position_embedding_type", "rope")):
+        if (given := fields.text(name)) not in (only, None):
+            raise fields.wrong(name, repr(only), given)
+    return _read(fields, design, has_positions=False)
+
+
+def _gte_ropes(fields: Fields, head_dim: int, windows: Windows) -> Ropes:
+    return Ropes(rope=RopeSettings(fields, {"ntk": "fixed_ntk"}).for_all_layers(head_dim))
+
+
 _BERT = Family(
     architecture="BertModel",
     design=Design(
@@ -94,7 +106,6 @@ _BERT = Family(
     ropes=_without_rope,
     windows=no_window,
     activation="gelu",
-    is_encoder=True,
     defaults={"vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072},
     without_effect=_WITHOUT_EFFECT,
 )
@@ -116,7 +127,6 @@ ENCODERS = {
         ropes=_modern_ropes,
         windows=_modern_windows,
         activation="gelu",
-        is_encoder=True,
         has_fused_names=True,
         defaults={"vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152},
         without_effect=_WITHOUT_EFFECT
@@ -137,7 +147,6 @@ ENCODERS = {
         ),
         read=partial(_read, has_positions=False),
         ropes=one_rope,
-        is_encoder=True,
         defaults={"vocab_size": 30528, "intermediate_size": 3072, "rope_theta": 1000.0},
         without_effect=_WITHOUT_EFFECT,
     ),
@@ -151,12 +160,12 @@ ENCODERS = {
             norms=_SUMS,
             head={"is_tied": True, "has_norm": False},
         ),
-        read=partial(_read, has_positions=False),
-        ropes=one_rope,
+        read=_gte,
+        ropes=_gte_ropes,
         activation="gelu",
         has_fused_names=True,
-        is_encoder=True,
         defaults={"vocab_size": 250_048, "intermediate_size": 3072, "rope_theta": 160_000.0},
-        without_effect=_WITHOUT_EFFECT,
+        without_effect=_WITHOUT_EFFECT
+        | {"pack_qkv", "unpad_inputs", "use_memory_efficient_attention", "logn_attention_clip1"},
     ),
 }

@@ -24,6 +24,7 @@ from penstock.engine.models.families.outline import (
     read_softcap,
     ropes_by_kind,
 )
+from penstock.engine.models.families.pooled_heads import CLASSIFIER
 from penstock.engine.models.families.unsupported import unsupported_family
 from penstock.engine.models.parts.attention.config import HeadNorms
 from penstock.engine.models.parts.attention.rope import RopeSettings
@@ -253,15 +254,21 @@ _GEMMA3_DEFAULTS = {
 
 def _gemma3(fields: Fields, design: Design) -> Design:
     scale = fields.number("query_pre_attn_scalar") ** -0.5
+    is_two_sided = fields.flag("use_bidirectional_attention")
     return replace(
-        design.with_attention(scale=scale),
+        design.with_attention(scale=scale, is_two_sided=is_two_sided),
         embedding_multiplier=math.sqrt(fields.count("hidden_size")),
         logit_softcap=read_softcap(fields),
     )
 
 
 def _gemma3_windows(fields: Fields, num_layers: int) -> Windows:
-    return full_every(fields.count("sliding_window_pattern", default=6), fields, num_layers)
+    """A window to both sides is divided among them, and counts a token's own position twice."""
+    interval = fields.count("sliding_window_pattern", default=6)
+    windows = full_every(interval, fields, num_layers)
+    if not fields.flag("use_bidirectional_attention"):
+        return windows
+    return tuple(window and window // 2 + 1 for window in windows)
 
 
 # ---- gpt-oss ------------------------------------------------------------------------------------
@@ -614,28 +621,40 @@ WRAPPERS = {
 SERVED = {**FAMILIES, **ENCODERS}
 
 
-def _encoder(architecture: str) -> str:
-    """The class without the head of its training, of an encoder's architecture; others as they
-    are."""
-    base = re.sub(r"For(MaskedLM|PreTraining)$", "Model", architecture)
-    return base if base in {each.architecture for each in ENCODERS.values()} else architecture
+_FAMILY_OF = {family.architecture: name for name, family in SERVED.items()}
+# What a class computes of states, or that it computes no more than states.
+_HEAD = re.compile(r"(Model|ForMaskedLM|ForPreTraining|ForSequenceClassification)$")
+# What the code that models came with before transformers had it calls a class.
+_OLDER = {"New": "Gte"}
+
+
+def _family(architecture: str, fields: Fields) -> str | None:
+    """The family of which this is a class, with any head that is served."""
+    if architecture in _FAMILY_OF or fields.get("text_config") is not None:
+        return _FAMILY_OF.get(architecture)
+    base, num_heads = _HEAD.subn("", architecture)
+    base = _OLDER.get(base, base)
+    classes = [f"{base}Model"] if num_heads else []
+    if architecture.endswith(("Model", CLASSIFIER)):
+        classes.append(f"{base.removesuffix('Text')}ForCausalLM")
+    return next((_FAMILY_OF[each] for each in classes if each in _FAMILY_OF), None)
 
 
 def find_family(fields: Fields) -> tuple[str, Fields]:
     """The family that config.json names, and the text model's own part of it: the whole, or its
     text_config. Raises InvalidModel."""
-    architectures = [_encoder(name) for name in fields.names("architectures") or []]
+    architectures = fields.names("architectures") or []
     model_type = fields.text("model_type")
-    family_of = {family.architecture: name for name, family in SERVED.items()}
     wrapper_of = {wrapper.architecture: name for name, wrapper in WRAPPERS.items()}
-    named = [{**family_of, **wrapper_of}.get(name) for name in architectures] or [model_type]
+    named = [wrapper_of.get(name) or _family(name, fields) for name in architectures]
+    named = named or [model_type]
     for name in named:
         if name in SERVED:
             return name, fields
         if name in WRAPPERS:
             return _wrapped(fields, WRAPPERS[name])
     encoders = [family.architecture for family in ENCODERS.values()]
-    decoders = [name for name in (*family_of, *wrapper_of) if name not in encoders]
+    decoders = [name for name in (*_FAMILY_OF, *wrapper_of) if name not in encoders]
     raise unsupported_family(fields, architectures, model_type, decoders, encoders)
 
 

@@ -118,8 +118,7 @@ class Family:
     head, or of what rotary positions rotate of it. computes: keys of `rope_parameters` that it
     understands and others do not. without_effect: keys that change the answer in other families
     alone. has_fused_names: whether q, k, v, and gate, up, are one tensor each. exceeds_float16:
-    whether activations of its models are larger than what float16 holds. is_encoder: whether its
-    tokens attend to later ones, and nothing is generated.
+    whether activations of its models are larger than what float16 holds.
     """
 
     architecture: str
@@ -134,7 +133,6 @@ class Family:
     without_effect: frozenset[str] = frozenset()
     has_fused_names: bool = False
     exceeds_float16: bool = False
-    is_encoder: bool = False
 
 
 def check_heads(

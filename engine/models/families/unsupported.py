@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 
 from penstock.engine.files.json_file import Fields, shown
 from penstock.engine.models.errors import InvalidModel
+from penstock.engine.models.families.pooled_heads import CLASSIFIER
 from penstock.engine.models.formats.parse import quantization_name
 
 _READS = "Penstock reads weights from safetensors and GGUF files"
@@ -73,6 +74,8 @@ def unsupported_family(
     those of its kind."""
     kind = _kind(fields, architectures, model_type)
     supported = encoders if kind is not None and kind.startswith("an encoder,") else decoders
+    if kind is not None and kind.startswith("a classifier,"):
+        supported = [each.removesuffix("Model") + CLASSIFIER for each in encoders]
     name = shown(", ".join(architectures) or model_type).strip("'\"")
     can_be = f"supported are {_nearest(name, supported)}"
     if not architectures and model_type is None:

@@ -93,8 +93,9 @@ def test_a_quantized_checkpoint_is_refused_by_its_format(
             "(an encoder, which generates no text)",
         ),
         (
-            {"architectures": ["LlamaForSequenceClassification"]},
-            "(a classifier, which generates no text)",
+            {"architectures": ["LlamaForTokenClassification"]},
+            "(a classifier, which generates no text), which is not supported; supported are "
+            "GteForSequenceClassification, BertForSequenceClassification",
         ),
         (
             {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
@@ -118,7 +119,8 @@ def test_another_family_is_refused_by_its_name_and_kind(
     message = refusal(model(tmp_path, "model.safetensors", **changes))
     assert expected in message
     nearest, others = message.split("supported are ")[1].split(" and ", 1)
-    assert ("LlamaForCausalLM" in nearest) == (not expected.startswith("(an encoder,"))
+    is_decoder = not expected.startswith(("(an encoder,", "(a classifier,"))
+    assert ("LlamaForCausalLM" in nearest) == is_decoder
     assert ("BertModel" in nearest) == expected.startswith("(an encoder,")
     assert re.fullmatch(r"\d+ more, which docs/families.md lists", others)
 

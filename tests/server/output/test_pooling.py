@@ -21,6 +21,7 @@ TRANSFORMER = {"idx": 0, "path": "", "type": "sentence_transformers.models.Trans
 POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
 NORMALIZE = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 DENSE = {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+WORDS = {"idx": 2, "path": "2_BoW", "type": "sentence_transformers.models.BoW"}
 MEAN = {"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}
 LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
 STATE = struct.pack("<4f", 3.0, 0.0, 4.0, 12.0)
@@ -33,7 +34,7 @@ def pooler_of(
     model: dict[str, Any] | None = None,
     config: PoolerConfig = DEFAULTS,
     *,
-    generates: bool = True,
+    computes_whole: bool = False,
 ) -> Pooler:
     for path, value in (
         ("modules.json", modules),
@@ -43,7 +44,7 @@ def pooler_of(
         if value is not None:
             (directory / path).parent.mkdir(exist_ok=True)
             (directory / path).write_text(json.dumps(value))
-    info = replace(scripted_info(), hidden_size=4, generates=generates)
+    info = replace(scripted_info(), pooled_size=4, computes_whole=computes_whole)
     return Pooler.load(directory, config).of(info)
 
 
@@ -54,7 +55,7 @@ def test_the_default_is_the_last_token_normalized(tmp_path: Path) -> None:
 
 
 def test_the_default_of_an_encoder_is_the_first_token(tmp_path: Path) -> None:
-    assert pooler_of(tmp_path, generates=False).pooling is Pooling.FIRST
+    assert pooler_of(tmp_path, computes_whole=True).pooling is Pooling.FIRST
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,10 @@ def test_the_default_of_an_encoder_is_the_first_token(tmp_path: Path) -> None:
         ({"pooling_mode_cls_token": True}, Pooling.FIRST),
     ],
 )
-@pytest.mark.parametrize("modules", [None, [TRANSFORMER, POOLING, NORMALIZE]])
+@pytest.mark.parametrize(
+    "modules",
+    [None, [TRANSFORMER, POOLING, NORMALIZE], [TRANSFORMER, POOLING, DENSE, NORMALIZE]],
+)
 def test_the_mode_of_the_pooling_module_is_used(
     tmp_path: Path,
     modules: list[dict[str, Any]] | None,
@@ -93,7 +97,7 @@ def test_the_pooler_config_overrides_the_model(tmp_path: Path) -> None:
     [
         ([TRANSFORMER, POOLING], MEAN | {"pooling_mode_max_tokens": True}, "max_tokens"),
         ([TRANSFORMER, POOLING], {"pooling_mode": "weightedmean"}, "weightedmean"),
-        ([TRANSFORMER, POOLING, DENSE], MEAN, "Dense"),
+        ([TRANSFORMER, POOLING, WORDS], MEAN, "BoW"),
     ],
 )
 def test_an_unsupported_pooling_is_refused_by_name(

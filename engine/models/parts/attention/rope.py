@@ -243,6 +243,13 @@ def _linear(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> R
     return RopeConfig(theta=theta, kind="linear", factor=scaling.number("factor"))
 
 
+def _fixed_ntk(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
+    """Source: Su 2023 (https://kexue.fm/archives/9706), for positions of any sequence."""
+    factor = scaling.number("factor")
+    share = factor ** (2 / rotary_dim)
+    return RopeConfig(theta=theta * factor, kind="linear", factor=share)
+
+
 def _dynamic(fields: Fields, theta: float, scaling: Fields, rotary_dim: int) -> RopeConfig:
     """Source: bloc97 and emozilla's NTK-aware scaling, as transformers has it."""
     trained = fields.count("max_position_embeddings")
@@ -343,6 +350,7 @@ def _divisors(scaling: Fields, name: str, count: int) -> tuple[float, ...]:
 _KINDS = {
     "default": _default,
     "linear": _linear,
+    "fixed_ntk": _fixed_ntk,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
