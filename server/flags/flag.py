@@ -3,7 +3,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import StrEnum
 from types import NoneType
 from typing import Any, TypeVar, get_args
@@ -98,6 +98,14 @@ class Flag:
         if isinstance(value, list):
             return tuple(value)
         return kind(value) if _is_choice(kind) else value
+
+
+def flag_table(
+    helps: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]
+) -> tuple[Flag, ...]:
+    """helps: by usage. settings: further fields of some of them, by the name of argparse."""
+    flags = (Flag(usage, text) for usage, text in helps.items())
+    return tuple(replace(flag, **settings.get(flag.dest, {})) for flag in flags)
 
 
 def add_flags(
