@@ -178,10 +178,8 @@ class SlotAssignment(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown.
-
-    group: of layers, as those of the scheduler's groups.
-    """
+    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown. group:
+    of layers, as those of the scheduler's groups."""
 
     slot: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
@@ -271,10 +269,8 @@ class ScheduledBatch(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities, before temperature and filters, at one output position.
-
-    logprob: the sampled token's. top: (token id, logprob) of the most likely, in falling order.
-    """
+    """Log probabilities, before temperature and filters, at one output position. logprob: the
+    sampled token's. top: (token id, logprob) of the most likely, in falling order."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -304,10 +304,8 @@ class Sampler:
         return ids if is_valid is None else torch.where(is_valid, ids, INVALID_ID)
 
     def _scratch(self, num_rows: int) -> Tensor:
-        """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V.
-
-        Reused between steps: page faults of new memory can cost more than the computation.
-        """
+        """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V. Reused between
+        steps: page faults of new memory can cost more than the computation."""
         if self._buffers.shape[1] < num_rows:
             num_ids = -(-self._vocab_size // _BLOCK) * _BLOCK
             size = (3, min(2 * num_rows, self._chunk), num_ids)
@@ -403,10 +401,8 @@ class Sampler:
 
 
 class _GrammarMasks:
-    """A `GrammarTable`'s bits as a term to add to logits: 0 for allowed ids, else -inf.
-
-    It uses a table of all byte values, which takes a third of the time of 32 shifts of each word.
-    """
+    """A `GrammarTable`'s bits as a term to add to logits: 0 for allowed ids, else -inf. It uses a
+    table of all byte values, which takes a third of the time of 32 shifts of each word."""
 
     def __init__(self, grammars: GrammarTable, device: torch.device) -> None:
         self._grammars = grammars
@@ -520,10 +516,8 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One index per row in proportion to its weight, never of weight 0: (R,).
-
-    weights: (R, n), with a positive one in every row. uniform: (R, 1) float64 in [0, 1).
-    """
+    """One index per row in proportion to its weight, never of weight 0: (R,). weights: (R, n), with
+    a positive one in every row. uniform: (R, 1) float64 in [0, 1)."""
     scale = _INTEGER_ONE / weights.amax(-1, keepdim=True).double()
     reached = (weights * scale).long().cumsum(-1)
     target = (uniform * reached[:, -1:]).long()
@@ -548,10 +542,8 @@ def mixed_seed(seed: int) -> int:
 
 
 def failed_rows(token_ids: list[int], by_grammar: frozenset[int]) -> dict[int, FinishReason]:
-    """The rows whose sequences cannot continue, and why.
-
-    by_grammar: what `GrammarTable.advance` returned for them.
-    """
+    """The rows whose sequences cannot continue, and why. by_grammar: what `GrammarTable.advance`
+    returned for them."""
     failed = dict.fromkeys(by_grammar, FinishReason.ERROR)
     if min(token_ids, default=0) < 0:
         for row, token_id in enumerate(token_ids):

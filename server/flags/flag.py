@@ -121,9 +121,7 @@ def config_of(
     config: type[_Config], flags: Iterable[Flag], options: argparse.Namespace, **others: Any
 ) -> _Config:
     """Makes a config of the flags that set its fields; `others` are set by more than one flag.
-
-    Raises InvalidConfig.
-    """
+    Raises InvalidConfig."""
     known = {field.name: field for field in fields(config) if field.name not in others}  # type: ignore[arg-type]
     by_field = {flag.field_name: flag for flag in flags}
     return config(

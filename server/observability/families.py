@@ -109,10 +109,8 @@ def gpu_way_metrics(way: str | None, failed: Iterable[str]) -> Iterator[Metric]:
 def utilization(
     resource: str, unit: str, peaks: dict[str, float | None], rates: dict[str, float]
 ) -> Iterator[Metric]:
-    """The known peaks, and each rate as a ratio of each of them.
-
-    peaks: by source, None where unknown. rates: by class.
-    """
+    """The known peaks, and each rate as a ratio of each of them. peaks: by source, None where
+    unknown. rates: by class."""
     known = {source: peak for source, peak in peaks.items() if peak}
     if not known:
         return

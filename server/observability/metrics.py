@@ -60,9 +60,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 @dataclass(slots=True)
 class RequestTimes:
     """When a prompt arrived, and when each of its answers started: its first step, or None before.
-
-    Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known.
-    """
+    Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -173,10 +171,8 @@ class Metrics(Histograms):
         self._times.pop(request_id, None)
 
     def on_step(self, report: StepReport) -> None:
-        """Counts one report of the engine, before its outputs reach the streams.
-
-        A report of step 0 only confirms aborts.
-        """
+        """Counts one report of the engine, before its outputs reach the streams. A report of step 0
+        only confirms aborts."""
         self.gaps.advance(time.monotonic())
         self._stats, self._has_stats = report.stats, True
         for started in report.started:

@@ -86,10 +86,8 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
 
 
 def likeliest(deltas: Sequence[OutputDelta], num_sampled: int, n: int) -> list[OutputDelta]:
-    """`best_of`: the n best of each num_sampled complete choices, best first, with new indices.
-
-    By the mean logprob per token: by the sum, the shortest answer would win.
-    """
+    """`best_of`: the n best of each num_sampled complete choices, best first, with new indices. By
+    the mean logprob per token: by the sum, the shortest answer would win."""
     kept: list[OutputDelta] = []
     for start in range(0, len(deltas), num_sampled):
         ranked = sorted(deltas[start : start + num_sampled], key=_mean_logprob, reverse=True)

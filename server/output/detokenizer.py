@@ -25,10 +25,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class FallbackDecoder(codecs.IncrementalDecoder):
-    """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end.
-
-    One invalid byte turns every byte of its run into U+FFFD, complete characters too.
-    """
+    """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end. One
+    invalid byte turns every byte of its run into U+FFFD, complete characters too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +112,8 @@ def _is_fused(kinds: list[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's characters for bytes: code point -> the byte as a latin-1 character.
-
-    Source: Radford et al. 2019, `bytes_to_unicode`.
-    """
+    """GPT-2's characters for bytes: code point -> the byte as a latin-1 character. Source: Radford
+    et al. 2019, `bytes_to_unicode`."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     code_points = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}

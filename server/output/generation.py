@@ -25,10 +25,8 @@ from penstock.server.output.parts import AnswerReader
 
 
 class SentAnswers(NamedTuple):
-    """The answers to a prompt that another server has begun to send, by index.
-
-    token_ids: of each, as far as the client has them. ended: why, of those that have.
-    """
+    """The answers to a prompt that another server has begun to send, by index. token_ids: of each,
+    as far as the client has them. ended: why, of those that have."""
 
     token_ids: Mapping[int, tuple[int, ...]]
     ended: Mapping[int, str]

@@ -99,10 +99,8 @@ def build_generation_request(
 
 
 def _sampling(fields: GenerationFields, answer: AnswerFormat, model: ServedModel) -> SamplingParams:
-    """The client's values, else those of generation_config.json, else OpenAI's defaults.
-
-    max_tokens is each prompt's own; all else is computed once for all prompts.
-    """
+    """The client's values, else those of generation_config.json, else OpenAI's defaults. max_tokens
+    is each prompt's own; all else is computed once for all prompts."""
     defaults = model.defaults
     stop_token_ids = _stop_token_ids(fields, answer, model)
     return SamplingParams(

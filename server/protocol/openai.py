@@ -118,9 +118,7 @@ class ParsedRequest(Wire):
     @classmethod
     def of(cls, values: Any, *, num_bytes: int) -> Self:
         """From the values of a body of num_bytes, or of one of another API that it is served as.
-
-        Raises as `parse` does.
-        """
+        Raises as `parse` does."""
         if isinstance(values, dict):  # before what is missing: it may be there by another name
             cls._check_supported(values)
         try:

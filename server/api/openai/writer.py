@@ -232,10 +232,8 @@ class OpenAIWriter:
 
 
 class LongLists:
-    """JSON lists of very many items, encoded in parts, in the place of which JSON has a mark.
-
-    No other thread runs while a list is encoded, or while some hundred megabytes are copied.
-    """
+    """JSON lists of very many items, encoded in parts, in the place of which JSON has a mark. No
+    other thread runs while a list is encoded, or while some hundred megabytes are copied."""
 
     _MARK = b"\0"  # JSON never has it
 
