@@ -134,6 +134,11 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).flatten(-2)
 
 
+def signed(codes: Tensor) -> Tensor:
+    """0 to 255 as -128 to 127."""
+    return (codes.contiguous() ^ 128).view(torch.int8)
+
+
 def made_up_grouped(
     scheme: GroupedScheme,
     shape: tuple[int, int],
