@@ -50,7 +50,7 @@ class OutputDelta(NamedTuple):
 class Usage:
     """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's.
     num_predicted, num_mispredicted: drafts of a prediction that were accepted, or not; None where
-    there is none."""
+    there is none. num_looped: answers that ended since they repeated themselves."""
 
     num_prompt: int
     num_completion: int = 0
@@ -58,6 +58,7 @@ class Usage:
     num_reasoning: int = 0
     num_predicted: int | None = None
     num_mispredicted: int = 0
+    num_looped: int = 0
 
 
 def coalesced(deltas: list[OutputDelta]) -> list[OutputDelta]:

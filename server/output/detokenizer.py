@@ -44,6 +44,13 @@ class FallbackDecoder(codecs.IncrementalDecoder):
             self._data = bytearray()
 
 
+_MAX_REMEMBERED = 64  # texts that tokens contain
+
+
+def _ids_containing(pieces: Mapping[int, str | bytes], text: str) -> tuple[int, ...]:
+    return tuple(i for i, piece in pieces.items() if isinstance(piece, str) and text in piece)
+
+
 class Vocabulary:
     """The text that each id of a tokenizer adds.
 
@@ -77,6 +84,7 @@ class Vocabulary:
             piece = spell(token)
             if piece and token_id not in self._special:
                 self.pieces[token_id] = piece
+        self._containing = lru_cache(_MAX_REMEMBERED)(partial(_ids_containing, self.pieces))
         # With special tokens, for skip_special_tokens: false.
         self.all_pieces: dict[int, str | bytes] = {**self.pieces, **self._special}
 
@@ -91,6 +99,10 @@ class Vocabulary:
     def special_among(self, texts: Collection[str]) -> dict[int, str]:
         """The special tokens whose text is one of these: id -> text."""
         return {i: text for i, text in self._special.items() if text in texts}
+
+    def ids_containing(self, text: str) -> tuple[int, ...]:
+        """Of the tokens whose text contains it. The last few texts are remembered."""
+        return self._containing(text)
 
     def text_of(self, token_ids: Iterable[int], *, shows_special: bool = False) -> str:
         """The text of all ids, which begin a text."""

@@ -260,6 +260,8 @@ class LongLists:
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     details = {"reasoning_tokens": usage.num_reasoning}
+    if usage.num_looped:
+        details["repetition_detected"] = usage.num_looped
     if usage.num_predicted is not None:
         details["accepted_prediction_tokens"] = usage.num_predicted
         details["rejected_prediction_tokens"] = usage.num_mispredicted
