@@ -31,8 +31,11 @@ class SteppedEngine:
             groups = tuple(
                 replace(group, num_blocks=min(num_blocks, group.num_blocks)) for group in groups
             )
+        settings = config.scheduler
+        if info.computes_whole:
+            settings = replace(settings, enable_prefix_caching=False)
         self.scheduler = Scheduler(
-            config.scheduler,
+            settings,
             groups=groups,
             block_size=info.block_size,
             max_model_len=info.max_model_len,
@@ -40,6 +43,7 @@ class SteppedEngine:
             journals=self.executor.journals,
             tier=self.executor.tier,
             drafter=drafter,
+            computes_whole=info.computes_whole,
         )
         self._num_requests = 0
         self.computed_s: list[float] = []

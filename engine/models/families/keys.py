@@ -40,6 +40,8 @@ _HARMLESS = frozenset(
         *("matryoshka_dimensions", "summary_type", "classifier_dropout", "sentence_transformers"),
         *("max_window_layers", "sliding_window_pattern", "no_rope_layer_interval"),
         *("original_max_position_embeddings", "tokenizer_name", "vocab_file", "run_name"),
+        # How others join two texts, and what they do with a classifier's logits.
+        *("sbert_ce_default_activation_function", "use_pad_token", "use_sep_token"),
     }
 )
 _HARMLESS_PATTERNS = (

@@ -119,6 +119,7 @@ def _tokens(
             )
     tokens = fields.names("classifier_from_token")
     is_pair = fields.flag("is_original_qwen3_reranker")
+    is_pair |= tokens is not None and fields.text("method") == "from_2_way_softmax"
     if tokens is None and fields.names("architectures") == ["Qwen3ForCausalLM"]:
         named = model_dir.absolute()
         name = named.parents[1].name if named.parent.name == "snapshots" else named.name

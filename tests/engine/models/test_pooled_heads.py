@@ -27,10 +27,14 @@ from tests.support.pooled_models import (
     LABELS,
     logits_of,
     make_classifier,
+    mean_of,
+    pooled_by,
     save_dense,
+    save_embedding_gemma,
     save_modules,
+    save_reranker,
+    score_of,
 )
-from tests.support.scheduling import make_request
 from tests.support.stepping import SteppedEngine
 from tests.support.tiny_models import (
     BLOCK_SIZE,
@@ -103,8 +107,10 @@ def test_logits_are_those_of_transformers(name: str, way: str, tmp_path: Path) -
     assert info.computes_whole is (name in ENCODERS)
     pooling = Pooling.MEAN if name == "modernbert_mean" else Pooling.FIRST
     assert info.pooling is (pooling if name in ENCODERS else Pooling.LAST)
-    for ids, logits in zip(TEXTS, pooled(executor, TEXTS, info.pooling), strict=True):
+    found = pooled(executor, TEXTS, info.pooling)
+    for ids, logits in zip(TEXTS, found, strict=True):
         assert_close(logits, logits_of(model, ids))
+    assert not torch.allclose(found[0], found[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -144,58 +150,32 @@ def test_dense_modules_follow_the_mean(activation: nn.Module, way: str, tmp_path
     executor = executor_of(tmp_path, way)
     assert (executor.info.pooled_size, executor.info.labels) == (24, ())
     for ids, embedding in zip(TEXTS, pooled(executor, TEXTS, Pooling.MEAN), strict=True):
-        mean = states_of(model, torch.tensor(ids)).mean(0)
-        assert_close(embedding, layers(mean).detach())
+        assert_close(embedding, mean_of(model, layers, ids))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_embedding_gemma_attends_to_both_sides(way: str, tmp_path: Path) -> None:
     """Its window of 9 counts positions of both sides: four before a token, and four after it."""
-    model = make_model("gemma3", use_bidirectional_attention=True).model
-    save(model, tmp_path)
-    layers = save_dense(tmp_path, [64, 128, 64], nn.Identity())
+    model, layers = save_embedding_gemma(tmp_path)
     config = ModelConfig.from_dir(tmp_path)
     assert set(config.windows) == {None, 5}
     executor = executor_of(tmp_path, way)
     assert executor.info.computes_whole
     for ids, embedding in zip(TEXTS, pooled(executor, TEXTS, Pooling.MEAN), strict=True):
-        mean = states_of(model, torch.tensor(ids)).mean(0)
-        assert_close(embedding, layers(mean).detach())
-
-
-def as_named(path: Path) -> Path:
-    """As the hub's cache has it. Qwen3-Reranker's config.json is that of a model that generates."""
-    return path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "0123"
-
-
-def as_vllm(path: Path) -> Path:
-    """As vLLM's --hf-overrides make it."""
-    return path / "model"
+        assert_close(embedding, mean_of(model, layers, ids))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("found_by", ["name", "keys", "module"])
 def test_a_reranker_scores_by_two_tokens(found_by: str, is_tied: bool, tmp_path: Path) -> None:
-    model = make_model("qwen3", tie_word_embeddings=is_tied)
-    path = as_named(tmp_path) if found_by == "name" else as_vllm(tmp_path)
-    save(model, path)
-    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"no": 7, "yes": 41}}}))
-    if found_by == "keys":
-        config = json.loads((path / "config.json").read_text())
-        config |= {"architectures": ["Qwen3ForSequenceClassification"]}
-        config |= {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}
-        (path / "config.json").write_text(json.dumps(config))
-    elif found_by == "module":
-        save_modules(path, ("LogitScore", {"true_token_id": 41, "false_token_id": 7}))
+    model, path = save_reranker(tmp_path, found_by, tie_word_embeddings=is_tied)
     executor = executor_of(path)
     assert executor.info.pooled_size == 1
     assert executor.info.pooling is Pooling.LAST
     assert len(executor.info.labels) == 1
     assert not executor.info.generates
     for ids, score in zip(TEXTS, pooled(executor, TEXTS, Pooling.LAST), strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor(ids)[None]).logits[0, -1]
-        assert_close(score, (logits[41] - logits[7])[None])
+        assert_close(score, score_of(model, ids))
 
 
 def test_a_score_may_be_one_token_s_logit(tmp_path: Path) -> None:
@@ -322,13 +302,6 @@ def test_a_head_may_be_made_up(tmp_path: Path) -> None:
     assert embedding.isfinite().all()
 
 
-def logits_of_served(engine: SteppedEngine, texts: list[list[int]]) -> list[Tensor]:
-    requests = [make_request("a", ids, max_tokens=0, pooling=Pooling.LAST) for ids in texts]
-    prompts = [outputs[-1].prompt for outputs in engine.run(requests)]
-    embeddings = [prompt.embedding for prompt in prompts if prompt is not None]
-    return [torch.frombuffer(bytearray(each or b""), dtype=torch.float32) for each in embeddings]
-
-
 def test_a_decoder_s_prompt_may_be_divided_and_its_beginning_cached(tmp_path: Path) -> None:
     model = make_classifier("qwen3")
     save(model, tmp_path)
@@ -338,7 +311,7 @@ def test_a_decoder_s_prompt_may_be_divided_and_its_beginning_cached(tmp_path: Pa
     texts = [*TEXTS, [*TEXTS[2][:17], 5]]
     expected = [logits_of(model, ids) for ids in texts]
     for _ in range(2):
-        for logits, wanted in zip(logits_of_served(engine, texts), expected, strict=True):
+        for logits, wanted in zip(pooled_by(engine, texts, Pooling.LAST), expected, strict=True):
             assert_close(logits, wanted)
     assert engine.scheduler.stats().prefix_hit_tokens_total
 
@@ -354,7 +327,7 @@ def test_a_decoder_s_head_on_a_gpu(tmp_path: Path) -> None:
     executor = cuda_executor(config, tmp_path, Interpreter())
     assert executor.info.labels == tuple(LABELS.values())
     texts = [TEXTS[1], TEXTS[0]]
-    found = logits_of_served(SteppedEngine(config, executor), texts)
+    found = pooled_by(SteppedEngine(config, executor), texts, Pooling.LAST)
     for ids, logits in zip(texts, found, strict=True):
         assert_close(logits, logits_of(model, ids))
 
@@ -363,3 +336,81 @@ def test_an_encoder_s_head_is_refused_on_a_gpu(tmp_path: Path) -> None:
     save(make_classifier("bert"), tmp_path)
     with pytest.raises(InvalidConfig, match="bert is an encoder of text, which one process of a"):
         cuda_executor(engine_config(tmp_path), tmp_path, Interpreter())
+
+
+def test_config_json_of_embedding_gemma(tmp_path: Path) -> None:
+    """Its own, but for the number of layers and of ids."""
+    config = {
+        "_sliding_window_pattern": 6,
+        "architectures": ["Gemma3TextModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "dtype": "float32",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 768,
+        "initializer_range": 0.02,
+        "intermediate_size": 1152,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 2048,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 3,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 512,
+        "transformers_version": "4.57.0.dev0",
+        "use_bidirectional_attention": True,
+        "use_cache": True,
+        "vocab_size": 300,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_dense(tmp_path, [768, 3072, 768], nn.Identity())
+    read = ModelConfig.from_dir(tmp_path)
+    assert (read.windows, read.is_encoder) == ((257, None), True)
+    assert read.pooled is not None
+    assert [layer.shape for layer in read.pooled.layers] == [(3072, 768), (768, 3072)]
+
+
+def test_config_json_of_a_cross_encoder(tmp_path: Path) -> None:
+    """Of ms-marco-MiniLM-L6-v2, but for the number of ids."""
+    config = {
+        "architectures": ["BertForSequenceClassification"],
+        "attention_probs_dropout_prob": 0.1,
+        "classifier_dropout": None,
+        "gradient_checkpointing": False,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 384,
+        "id2label": {"0": "LABEL_0"},
+        "initializer_range": 0.02,
+        "intermediate_size": 1536,
+        "label2id": {"LABEL_0": 0},
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "model_type": "bert",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 6,
+        "pad_token_id": 0,
+        "position_embedding_type": "absolute",
+        "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        "transformers_version": "4.51.0",
+        "type_vocab_size": 2,
+        "use_cache": True,
+        "vocab_size": 300,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = ModelConfig.from_dir(tmp_path).pooled
+    assert head is not None
+    assert [layer.shape for layer in head.layers] == [(384, 384), (1, 384)]
+    assert (head.labels, head.problem_type) == (("LABEL_0",), None)
