@@ -54,8 +54,8 @@ class InvalidRequest(PenstockError):
 class GeneratesNothing(InvalidRequest):
     def __init__(self, architecture: str) -> None:
         super().__init__(
-            f"this model ({architecture}) is an encoder, which makes embeddings of texts and "
-            "continues none; send texts to /v1/embeddings, or serve another model",
+            f"this model ({architecture}) makes embeddings or classes of texts and continues none; "
+            "send texts to /v1/embeddings, /classify or /rerank, or serve another model",
             param="model",
             code="model_generates_no_text",
         )
@@ -74,8 +74,10 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ThreadUnsupported(UnsupportedParameter):
-    """Anthropic's clients then send the whole conversation, if they are configured to. Source:
-    `ThreadState` of @anthropic-ai/sdk 1.12."""
+    """Anthropic's clients then send the whole conversation, if they are configured to.
+
+    Source: `ThreadState` of @anthropic-ai/sdk 1.12.
+    """
 
     def __init__(self) -> None:
         super().__init__("thread", "leave it out and send the whole conversation as messages")
@@ -143,8 +145,10 @@ class AdaptersFixed(PenstockError):
 
 
 class ResponseNotFound(PenstockError):
-    """The id is unknown, was not stored, was deleted or evicted, or belongs to another key. Clients
-    cannot distinguish these cases."""
+    """The id is unknown, was not stored, was deleted or evicted, or belongs to another key.
+
+    Clients cannot distinguish these cases.
+    """
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -396,10 +400,7 @@ _PATHS_NOT_SERVED = {
     ),
     "/inference/v1/generate": "token ids are answered by /v1/completions: send them as the prompt, "
     "with return_token_ids: true",
-    **dict.fromkeys(
-        ("/pooling", "/classify"),
-        "this server pools states for embeddings alone; use /v1/embeddings, /score or /rerank",
-    ),
+    "/pooling": "this server returns no states; use /v1/embeddings, /classify, /score or /rerank",
     "/v1/chat/completions/": "chats are not stored here, so none can be retrieved, changed or "
     "deleted; responses are, under /v1/responses",
     "/v1/messages/batches": "this server takes no batches of messages; send each to /v1/messages",

@@ -178,7 +178,9 @@ class Service:
 
     async def drain(self, cause: str) -> None:
         """Refuses new requests, lets running ones finish; those that take too long get an error.
-        cause: for the log, why the server ends."""
+
+        cause: for the log, why the server ends.
+        """
         if self._state in (State.DRAINING, State.DEAD):
             return
         self._state = State.DRAINING
@@ -405,7 +407,8 @@ def _announce_ready(server: ServerConfig, model: ServedModel) -> None:
     key = "-H 'Authorization: Bearer YOUR_KEY' " if server.api_keys else ""
     path, body = "/v1/completions", '"prompt": "Once upon a time", "max_tokens": 64'
     if not model.info.generates:
-        path, body = "/v1/embeddings", '"input": "Once upon a time"'
+        path = "/v1/embeddings" if model.classifier is None else "/classify"
+        body = '"input": "Once upon a time"'
     elif model.encoder.template_source is not None:
         path = "/v1/chat/completions"
         body = '"messages": [{"role": "user", "content": "Who are you?"}]'

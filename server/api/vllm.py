@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from penstock.server.api.common import body_of, json_response, service_of
-from penstock.server.api.embeddings.routes import embeddings, rerank, score
+from penstock.server.api.embeddings.routes import classify, embeddings, rerank, score
 from penstock.server.api.openai.routes import chat_completions, completions
 from penstock.server.errors import InvalidRequest
 
@@ -63,7 +63,8 @@ async def invocations(request: Request) -> Response:
         raise InvalidRequest(message, code="invalid_json") from error
     for name, route in _ROUTES.items():
         if name in names:
-            return await route(_read_again(request, body))
+            is_classes = route is embeddings and service_of(request).model.classifier is not None
+            return await (classify if is_classes else route)(_read_again(request, body))
     message = f"the body has none of {', '.join(_ROUTES)}, which tell what is asked for"
     raise InvalidRequest(message, code="missing_required_parameter")
 

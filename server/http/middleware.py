@@ -42,7 +42,7 @@ _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 # The paths outside /v1/ that need the model.
 _API_PATHS = frozenset(
     (
-        *("/score", "/rerank", "/v2/rerank", "/v2/embed", "/tokenize", "/detokenize"),
+        *("/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/tokenize", "/detokenize"),
         *("/tokenizer_info", "/invocations"),  # vLLM's, as those before them
         *("/completions", "/chat/completions", "/embeddings", "/models"),  # llama.cpp's
         *("/completion", "/props"),

@@ -60,7 +60,11 @@ class Pooler:
     def of(self, info: ModelInfo) -> Self:
         """Returns it for a loaded model."""
         default = info.pooling or (Pooling.FIRST if info.computes_whole else Pooling.LAST)
-        return replace(self, hidden_size=info.pooled_size, pooling=self.pooling or default)
+        pooling, problem = self.pooling or default, self.problem
+        if info.labels:
+            problem = "this model is a classifier and makes no embeddings; use /classify"
+            problem += ", /score or /rerank" if len(info.labels) == 1 else ""
+        return replace(self, hidden_size=info.pooled_size, pooling=pooling, problem=problem)
 
     def check(self, dimensions: int | None, param: str = "dimensions") -> None:
         """Raises InvalidRequest if the model has no embeddings of these dimensions, which the

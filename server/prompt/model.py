@@ -32,9 +32,10 @@ from penstock.server.media.fetcher import ImageFetcher
 from penstock.server.media.reader import ImageReader
 from penstock.server.observability.progress import Progress
 from penstock.server.observability.version import version
+from penstock.server.output.classifier import Classifier
 from penstock.server.output.pooling import Pooler
-from penstock.server.prompt.named_prompts import NamedPrompts
 from penstock.server.prompt.tokenizer import GenerationDefaults, PromptEncoder
+from penstock.server.prompt.words import NamedPrompts, PairFormat
 from penstock.server.structured.grammar_checker import GrammarChecker
 from penstock.server.tools.chat_format import ChatFormat
 
@@ -48,7 +49,8 @@ class ServedModel:
     """The first name is the one that answers carry.
 
     grammars None: grammars are not compiled before the engine sees them. images None: it takes
-    none. adapter: with which the model is served under this name.
+    none. classifier, pairs None: it does not classify, or score pairs of texts. adapter: with which
+    the model is served under this name.
     """
 
     names: tuple[str, ...]
@@ -61,6 +63,8 @@ class ServedModel:
     images: ImageReader | None = None
     pooler: Pooler = field(default_factory=Pooler)
     prompts: NamedPrompts = field(default_factory=NamedPrompts)
+    classifier: Classifier | None = None
+    pairs: PairFormat | None = None
     adapter: LoadedAdapter | None = None
 
     @property
@@ -174,6 +178,8 @@ async def load_model(
         defaults=files.defaults,
         pooler=files.pooler.of(info),
         prompts=files.prompts,
+        classifier=Classifier.load(directory, info),
+        pairs=PairFormat.of(files.encoder, directory, info),
         grammars=GrammarChecker(directory, info, config.engine.load_format),
         images=images,
         chat_format=ChatFormat.detect(

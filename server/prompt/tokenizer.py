@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from penstock.server.prompt.sandboxed_template import (
     TemplateTooCostly,
     render,
 )
-from penstock.server.prompt.special_tokens import SpecialTokens
 from penstock.server.prompt.template_files import DEFAULT, WITH_TOOLS, template_sources
 from penstock.server.prompt.timed_template import RENDER_ERRORS, environment, timed
 from penstock.server.tools.prompting import Message
@@ -86,6 +85,17 @@ class GenerationDefaults:
                     f"{path}: {name!r} must be {kind} from {least:g} to {most:g}, not {value!r:.80}"
                 )
         return cls(**{name: values.get(name) for name in _BOUNDS})
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """num_first: how many of those between two texts are of the first one's segment; None where a
+    model is told no segments."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    num_first: int | None = None
 
 
 class PromptEncoder:
@@ -159,19 +169,29 @@ class PromptEncoder:
             return self.encode(prompt, add_special_tokens=add_special_tokens)
         return tuple(prompt)
 
-    @cached_property
-    def around_text(self) -> SpecialTokens:
-        return SpecialTokens.of(self._tokenizer)
-
-    @cached_property
-    def around_two_texts(self) -> SpecialTokens:
-        return SpecialTokens.of(self._tokenizer, are_two=True)
+    def special_tokens(self, *, are_two: bool = False) -> "SpecialTokens":
+        """Those around a text, or around two and between them, without which others can be cut."""
+        encoding = self._tokenizer.encode("a", "a" if are_two else None)
+        ids, texts, segments = encoding.ids, encoding.sequence_ids, encoding.type_ids
+        first = [index for index, text in enumerate(texts) if text == 0] or [len(ids)]
+        second = [index for index, text in enumerate(texts) if text == 1] or first
+        between = slice(first[-1] + 1, second[0])
+        names = str(self.settings.get("model_input_names") or "token_type_ids")
+        is_told = "token_type_ids" in names and second[0] < len(ids) and segments[second[0]] > 0
+        return SpecialTokens(
+            before=tuple(ids[: first[0]]),
+            between=tuple(ids[between]),
+            after=tuple(ids[second[-1] + 1 :]),
+            num_first=segments[between].count(0) if is_told else None,
+        )
 
     def encode_infill(
         self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:
-        """Prompts whose answers stand between each prefix and the suffix. Raises
-        UnsupportedParameter for a model that cannot fill in."""
+        """Prompts whose answers stand between each prefix and the suffix.
+
+        Raises UnsupportedParameter for a model that cannot fill in.
+        """
         if self.infill is None:
             hint = "the model's vocabulary has no tokens to fill in the middle; leave it out"
             raise UnsupportedParameter("suffix", hint)
@@ -214,7 +234,10 @@ class PromptEncoder:
         self, source: str | None = None, *, has_tools: bool = False
     ) -> "ChatTemplate | IsolatedTemplate":
         """The model's own, or what a client has sent: one, or the name of one of the model's.
-        Raises InvalidRequest. has_tools: whether the conversation has any."""
+        Raises InvalidRequest.
+
+        has_tools: whether the conversation has any.
+        """
         if source is not None and source not in self._templates:
             return IsolatedTemplate(source, self._special_tokens)
         template = self._templates[source] if source else self._template(has_tools=has_tools)

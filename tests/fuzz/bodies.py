@@ -167,7 +167,11 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         {"text_1": "a", "text_2": ["b", "c"]},
         {"queries": ["a"], "documents": ["b", "c"]},
     ],
-    "/rerank": [{"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}],
+    "/rerank": [
+        {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "max_tokens_per_doc": 1},
+    ],
+    "/classify": [{"input": ["a", "b"], "use_activation": False}],
+    "/v2/embed": [{"texts": ["a"], "input_type": "search_query", "embedding_types": ["float"]}],
     "/tokenize": [
         {"prompt": "a b", "add_special_tokens": True, "return_token_strs": True},
         {"messages": _CONVERSATION, "tools": [_TOOL]},

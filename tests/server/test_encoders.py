@@ -146,7 +146,7 @@ def test_what_generates_text_is_refused_by_name(
 ) -> None:
     response = served[0].post(path, {"model": "bert", **fields})
     assert response.status_code == 400
-    assert "is an encoder" in response.json()["error"]["message"]
+    assert "makes embeddings" in response.json()["error"]["message"]
 
 
 def test_a_text_that_is_too_long_is_refused(served: tuple[RunningServer, Any]) -> None:

@@ -71,7 +71,9 @@ def save_encoder(family: str, path: Path, **options: Any) -> Any:
 def write_encoder_tokenizer(directory: Path, *, segments: bool = True) -> Tokenizer:
     """Of single bytes, with ids below 258, and with the special tokens of BERT, or of RoBERTa,
     which tells a model of no segments."""
-    write_tokenizer(directory, cls_token="[CLS]", sep_token="[SEP]", model_max_length=64)
+    names = ["input_ids", *["token_type_ids"][: int(segments)], "attention_mask"]
+    tokens = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    write_tokenizer(directory, **tokens, model_max_length=64, model_input_names=names)
     path = str(directory / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
     tokenizer.add_special_tokens(["[CLS]", "[SEP]"])

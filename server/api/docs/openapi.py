@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from penstock.server.api.common import json_response
 from penstock.server.api.embeddings.fields import (
+    ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -51,6 +52,8 @@ class _Operation:
 
 _CHOICES = "id object created model choices usage"
 _SCORES = _Operation("id object model data usage", (ScoreRequest,))
+_COHERE = _Operation("id embeddings texts meta response_type", (CohereEmbedRequest,))
+_CLASSES = _Operation("id object model data usage", (ClassifyRequest,))
 _RANKING = _Operation("id model results usage", (RerankRequest,))
 _STATUS = _Operation("status")
 _OPERATIONS = {
@@ -65,12 +68,13 @@ _OPERATIONS = {
     ),
     "/v1/messages/count_tokens": _Operation("input_tokens", (CountTokensRequest,)),
     "/v1/embeddings": _Operation("object model data usage", (EmbeddingRequest,)),
-    "/v2/embed": _Operation("id embeddings texts meta response_type", (CohereEmbedRequest,)),
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), _COHERE),
     "/completion": _Operation(
         "index content stop tokens_predicted", (LlamaCompletionRequest,), streams=True
     ),
     "/props": _Operation("default_generation_settings total_slots model_alias"),
     **dict.fromkeys(("/v1/score", "/score"), _SCORES),
+    **dict.fromkeys(("/v1/classify", "/classify"), _CLASSES),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RANKING),
     "/tokenize": _Operation(
         "count max_model_len tokens token_strs", (TokenizeRequest, TokenizeChatRequest)

@@ -1,7 +1,8 @@
 """The bodies of the routes for embeddings and scores: which texts they hold, and which fields are
 served."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -30,31 +31,51 @@ class PooledFields(PromptFields):
     """The fields that all these endpoints take."""
 
     expected = _EXPECTED
-    neutral: ClassVar = {
-        "normalize": (True,),
-        "use_activation": (True,),
-        "mm_processor_kwargs": ({},),
-    }
+    neutral: ClassVar = {"normalize": (True,), "mm_processor_kwargs": ({},)}
+    uses: ClassVar[Mapping[str, str]] = {}  # of the texts of a field
 
     def use_of(self, param: str) -> tuple[str | None, str]:
-        """Returns the name of the prompt that stands before a text, or of the text's use, and the
-        field that says it."""
-        return None, param
+        """Returns the name of a text's prompt, or of its use, and the field that says it."""
+        given = ((getattr(self, name), name) for name in self._prompt_names)
+        return next(given, (self.uses.get(param.partition("[")[0]), param))
+
+    @property
+    def _prompt_names(self) -> list[str]:
+        names = (name for name in _PROMPT_NAMES if name in type(self).model_fields)
+        return [name for name in names if getattr(self, name) is not None]
 
 
-class EmbeddingRequest(PooledFields):
-    """`POST /v1/embeddings`."""
-
-    neutral: ClassVar = {
-        **PooledFields.neutral,
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "messages": (),
-        "chat_template": (),
-    }
+class InputFields(PooledFields):
+    neutral: ClassVar = {**PooledFields.neutral, "messages": (), "chat_template": ()}
     hints: ClassVar = {"messages": "send texts as input"}
 
     input: Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+
+    @property
+    def inputs(self) -> dict[str, str | list[int]]:
+        """Where in the body each is -> its text, or its ids."""
+        given: Any = self.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return {"input": given}
+        return numbered("input", given)
+
+
+class ClassifyRequest(InputFields):
+    """`POST /classify`, in vLLM's shape."""
+
+    use_activation: bool | None = None
+
+
+class EmbeddingRequest(InputFields):
+    """`POST /v1/embeddings`."""
+
+    neutral: ClassVar = {
+        **InputFields.neutral,
+        "use_activation": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     # One of these at most: TEI's, Cohere's and Jina's field for it.
@@ -71,26 +92,11 @@ class EmbeddingRequest(PooledFields):
             message = f"{names[0]} cannot be combined with token ids; send the text as input"
             raise InvalidRequest(message, param=names[0])
 
-    @property
-    def _prompt_names(self) -> list[str]:
-        return [name for name in _PROMPT_NAMES if getattr(self, name) is not None]
-
-    def use_of(self, param: str) -> tuple[str | None, str]:
-        return next(((getattr(self, name), name) for name in self._prompt_names), (None, param))
-
-    @property
-    def inputs(self) -> dict[str, str | list[int]]:
-        """Where in the body each is -> its text, or its ids."""
-        given: Any = self.input
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return {"input": given}
-        return numbered("input", given)
-
 
 class CohereEmbedRequest(PooledFields):
     """`POST /v2/embed`. Its quantized types of embeddings are not served."""
 
-    neutral: ClassVar = {**PooledFields.neutral, "inputs": (), "images": ()}
+    neutral: ClassVar = {**EmbeddingRequest.neutral, "inputs": (), "images": ()}
     hints: ClassVar = dict.fromkeys(("inputs", "images"), "send texts")
 
     texts: Annotated[list[str], Field(fail_fast=True)]
@@ -110,9 +116,6 @@ class CohereEmbedRequest(PooledFields):
     def inputs(self) -> dict[str, str | list[int]]:
         return numbered("texts", self.texts)
 
-    def use_of(self, param: str) -> tuple[str | None, str]:
-        return self.input_type, "input_type"
-
     def fields_of(self, param: str) -> PromptFields:
         """A text that is too long is cut, at its end unless the client says otherwise."""
         if self.truncate == "NONE":
@@ -122,7 +125,16 @@ class CohereEmbedRequest(PooledFields):
         return self.model_copy(update=most)
 
 
-class ScoreRequest(PooledFields):
+class PairFields(PooledFields):
+    """Of pairs of texts that are scored."""
+
+    uses: ClassVar = {"query": "query", "queries": "query", "documents": "document"}
+
+    use_activation: bool | None = None
+    instruction: str | None = None
+
+
+class ScoreRequest(PairFields):
     """`POST /v1/score`: one text with each of the others, or as many pairs as there are.
 
     The texts have two pairs of names, both vLLM's.
@@ -168,11 +180,6 @@ class ScoreRequest(PooledFields):
             raise InvalidRequest(message, param=first)
         return [(0 if num_1 == 1 else i, num_1 + i) for i in range(num_2)]
 
-    def use_of(self, param: str) -> tuple[str | None, str]:
-        """Texts that are only compared have no use."""
-        name = param.partition("[")[0]
-        return {"queries": "query", "documents": "document"}.get(name), param
-
     def results(self, scores: list[float]) -> dict[str, Any]:
         return listed("score", scores)
 
@@ -185,15 +192,11 @@ class TextObject(Wire):
     text: str
 
 
-class RerankRequest(PooledFields):
+class RerankRequest(PairFields):
     """`POST /rerank`, in the shape of Cohere, Jina and vLLM."""
 
     kind: ClassVar = "rerank"
-    neutral: ClassVar = {
-        **PooledFields.neutral,
-        "rank_fields": (["text"],),
-        "texts": (),
-    }
+    neutral: ClassVar = {**PooledFields.neutral, "rank_fields": (["text"],), "texts": ()}
     hints: ClassVar = {"texts": "send documents"}
 
     query: str | TextObject
@@ -209,14 +212,15 @@ class RerankRequest(PooledFields):
             raise InvalidRequest(message, param="max_tokens_per_doc")
 
     def fields_of(self, param: str) -> PromptFields:
-        """Only the first tokens of a document are kept."""
-        if not self.max_tokens_per_doc or not param.startswith("documents"):
-            return self
-        most = {"truncate_prompt_tokens": self.max_tokens_per_doc, "truncation_side": "right"}
-        return self.model_copy(update=most)
+        return self.document_fields if param.startswith("documents") else self
 
-    def use_of(self, param: str) -> tuple[str | None, str]:
-        return "query" if param == "query" else "document", param
+    @cached_property
+    def document_fields(self) -> PromptFields:
+        """Its first tokens are kept: those that fit, as at Cohere and Jina, or fewer."""
+        if self.truncate_prompt_tokens is not None or self.max_tokens_per_doc == 0:
+            return self
+        most = {"truncate_prompt_tokens": self.max_tokens_per_doc or -1, "truncation_side": "right"}
+        return self.model_copy(update=most)
 
     @property
     def texts(self) -> list[str]:

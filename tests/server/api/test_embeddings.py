@@ -189,6 +189,14 @@ def test_coheres_embed_answers_with_the_same_vectors_by_type(server: RunningServ
     num_tokens = ask(server, input=TEXTS)["usage"]["prompt_tokens"]
     assert body["meta"]["billed_units"] == {"input_tokens": num_tokens}
     assert list(server.post("/v2/embed", fields).json()["embeddings"]) == ["float"]
+    older = server.post("/v1/embed", fields).json()
+    assert older["response_type"] == "embeddings_floats"
+    assert older["embeddings"] == [pytest.approx(each, abs=1e-5) for each in floats]
+
+
+def test_a_model_that_is_no_classifier_names_the_routes_that_work(server: RunningServer) -> None:
+    error = refusal(server, "/classify", input="a")
+    assert error["code"] == "model_is_no_classifier" and "/v1/embeddings" in error["message"]
 
 
 def test_coheres_embed_cuts_a_long_text_at_the_end_that_truncate_names(
@@ -262,6 +270,8 @@ def test_a_document_is_cut_to_its_first_tokens_and_the_query_is_not(server: Runn
         ("/v2/embed", {"texts": ["a"], "output_dimension": 32}, "output_dimension"),
         ("/v2/embed", {"texts": ["a"], "truncation_side": "left"}, "truncation_side"),
         ("/score", {"queries": ["a", "b"], "documents": ["a"]}, "queries"),
+        ("/score", {"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction"),
         ("/score", {"queries": "a"}, "documents"),
         ("/score", {"queries": [], "documents": []}, "queries"),
         ("/score", {"text_1": "a"}, "text_2"),

@@ -169,7 +169,6 @@ def test_invocations_of_no_known_kind_are_refused(server: RunningServer) -> None
         ("/v1/chat/completions/batch", "send each to /v1/chat/completions"),
         ("/v1/completions/render", "/tokenize"),
         ("/pooling", "/v1/embeddings"),
-        ("/classify", "/v1/embeddings"),
     ],
 )
 def test_a_path_of_vllm_that_is_not_served_says_what_to_use(

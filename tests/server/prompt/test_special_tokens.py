@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import BertProcessing, ByteLevel, RobertaProcessing, TemplateProcessing
 
-from penstock.server.prompt.special_tokens import SpecialTokens
+from penstock.server.prompt.tokenizer import PromptEncoder
 
 IDS = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "x": 3, "y": 4}
 PROCESSORS = {
@@ -24,7 +24,8 @@ def test_the_ids_around_texts_are_the_tokenizers(name: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if processor := PROCESSORS[name]:
         tokenizer.post_processor = processor
-    one, two = (SpecialTokens.of(tokenizer, are_two=are_two) for are_two in (False, True))
+    encoder = PromptEncoder(tokenizer, None)
+    one, two = encoder.special_tokens(), encoder.special_tokens(are_two=True)
     assert [*one.before, 3, 4, *one.after] == tokenizer.encode("x y").ids
     encoding = tokenizer.encode("x y", "y")
     assert [*two.before, 3, 4, *two.between, 4, *two.after] == encoding.ids

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.scheduler.errors import PenstockError
 from penstock.server.errors import InvalidRequest
-from penstock.server.prompt.named_prompts import NamedPrompts
+from penstock.server.prompt.words import NamedPrompts
 
 
 def prompts_of(directory: Path, **config: Any) -> NamedPrompts:
