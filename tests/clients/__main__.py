@@ -43,6 +43,7 @@ class Client:
 CLIENTS = (
     Client("openai", "openai_python.py", "sdk"),
     Client("anthropic", "anthropic_python.py", "sdk"),
+    Client("cohere", "cohere_python.py", "cohere"),
     Client("langchain-openai", "langchain_chat.py", "langchain"),
     Client("litellm", "litellm_calls.py", "litellm"),
     Client("instructor", "instructor_modes.py", "instructor"),
