@@ -104,10 +104,7 @@ def load_grammar_compiler(
 
 def open_model(config: EngineConfig) -> ModelFiles:
     """The model's files, all but the weights of a hub id. Raises PenstockError for one that cannot
-    be served.
-
-    Without a network, a snapshot downloaded before still serves.
-    """
+    be served. Without a network, a snapshot downloaded before still serves."""
     from penstock.engine.hub.local import open_local
 
     needs_weights = config.load_format is LoadFormat.AUTO and not config.scripted

@@ -34,10 +34,8 @@ class QueueFull(PenstockError):
 
 
 class InvalidModel(PenstockError):
-    """The model cannot be served. The message names the file or field, and what to change.
-
-    brief: the reason in a few words, for a list of models.
-    """
+    """The model cannot be served. The message names the file or field, and what to change. brief:
+    the reason in a few words, for a list of models."""
 
     def __init__(self, message: str, brief: str | None = None) -> None:
         super().__init__(message)

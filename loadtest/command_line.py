@@ -18,10 +18,8 @@ _KEPT_CONTROLS = "\n\t"
 
 
 def root_url(given: str) -> str:
-    """A typed address as the server's root URL: with a scheme, without /metrics or /v1.
-
-    Raises InvalidConfig.
-    """
+    """A typed address as the server's root URL: with a scheme, without /metrics or /v1. Raises
+    InvalidConfig."""
     url = given if "://" in given else f"http://{given}"
     try:
         parts = urlsplit(url)
@@ -92,10 +90,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 class BenchParser(argparse.ArgumentParser):
-    """Raises InvalidConfig for a wrong command line, with the flag that was probably meant.
-
-    --help shows the flags in `common` alone, if there are any, and --help-all shows every flag.
-    """
+    """Raises InvalidConfig for a wrong command line, with the flag that was probably meant. --help
+    shows the flags in `common` alone, if there are any, and --help-all shows every flag."""
 
     def __init__(self, common: frozenset[str] = frozenset(), **settings: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **settings)

@@ -30,6 +30,25 @@ class FinishReason(StrEnum):
     INVALID_LOGITS = "invalid_logits"  # the model's logits were NaN or infinite
 
 
+class Dry(NamedTuple):
+    """A penalty on repetitions: see `penstock.engine.sampling.dry`. last_n: how many of the last
+    tokens it looks at, the prompt's too; -1 for all. breaker_ids: no repetition goes over them."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    last_n: int
+    breaker_ids: tuple[int, ...]
+
+
+class Xtc(NamedTuple):
+    """With this probability all ids that are at least `threshold` likely are excluded but the least
+    likely of them, after the other filters."""
+
+    probability: float
+    threshold: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when they end. Validated at the wire, trusted here.
@@ -57,6 +76,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry: Dry | None = None
+    xtc: Xtc | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
@@ -178,10 +199,8 @@ class SlotAssignment(NamedTuple):
 
 
 class TableUpdate(NamedTuple):
-    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown.
-
-    group: of layers, as those of the scheduler's groups.
-    """
+    """Entry `index` of the block table of `slot` becomes `block_id`: the sequence has grown. group:
+    of layers, as those of the scheduler's groups."""
 
     slot: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
@@ -271,10 +290,8 @@ class ScheduledBatch(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities, before temperature and filters, at one output position.
-
-    logprob: the sampled token's. top: (token id, logprob) of the most likely, in falling order.
-    """
+    """Log probabilities, before temperature and filters, at one output position. logprob: the
+    sampled token's. top: (token id, logprob) of the most likely, in falling order."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -74,10 +74,8 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ThreadUnsupported(UnsupportedParameter):
-    """Anthropic's clients then send the whole conversation, if they are configured to.
-
-    Source: `ThreadState` of @anthropic-ai/sdk 1.12.
-    """
+    """Anthropic's clients then send the whole conversation, if they are configured to. Source:
+    `ThreadState` of @anthropic-ai/sdk 1.12."""
 
     def __init__(self) -> None:
         super().__init__("thread", "leave it out and send the whole conversation as messages")
@@ -145,10 +143,8 @@ class AdaptersFixed(PenstockError):
 
 
 class ResponseNotFound(PenstockError):
-    """The id is unknown, was not stored, was deleted or evicted, or belongs to another key.
-
-    Clients cannot distinguish these cases.
-    """
+    """The id is unknown, was not stored, was deleted or evicted, or belongs to another key. Clients
+    cannot distinguish these cases."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(

@@ -178,9 +178,7 @@ class Service:
 
     async def drain(self, cause: str) -> None:
         """Refuses new requests, lets running ones finish; those that take too long get an error.
-
-        cause: for the log, why the server ends.
-        """
+        cause: for the log, why the server ends."""
         if self._state in (State.DRAINING, State.DEAD):
             return
         self._state = State.DRAINING

@@ -34,9 +34,7 @@ _KINDS = {
 
 def check_regular(path: Path) -> None:
     """Raises InvalidModel unless it is a file or does not exist: to open a FIFO may wait for ever.
-
-    A link to nothing is refused too: something removed what it pointed to.
-    """
+    A link to nothing is refused too: something removed what it pointed to."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

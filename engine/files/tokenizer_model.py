@@ -241,10 +241,8 @@ def _spelled(word: bytes) -> str:
 
 @cache
 def _model_class() -> Any:
-    """The class of a parsed tokenizer.model; other fields than these are skipped.
-
-    Declared anew, since SentencePiece's own module runs with few versions of protobuf.
-    """
+    """The class of a parsed tokenizer.model; other fields than these are skipped. Declared anew,
+    since SentencePiece's own module runs with few versions of protobuf."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="tokenizer_model.proto", package="penstock")

@@ -147,10 +147,8 @@ if TYPE_CHECKING:
 def find_implementation(
     model_dir: Path, wanted: ModelImpl = ModelImpl.AUTO
 ) -> ModelConfig | TransformersClass:
-    """By config.json alone. Raises InvalidModel where there is none.
-
-    model_dir: or a GGUF file, whose families are all our own.
-    """
+    """By config.json alone. Raises InvalidModel where there is none. model_dir: or a GGUF file,
+    whose families are all our own."""
     if is_gguf(model_dir):
         if wanted is ModelImpl.TRANSFORMERS:
             raise InvalidModel(

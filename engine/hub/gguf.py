@@ -41,10 +41,8 @@ def gguf_models(names: Collection[str]) -> list[str]:
 
 
 def choose(model: str, names: Collection[str], wanted: str | None) -> list[str]:
-    """All files of the one that is wanted: several if it is split. Raises InvalidModel.
-
-    model: its name for the message, and how it is named. names: of all files.
-    """
+    """All files of the one that is wanted: several if it is split. Raises InvalidModel. model: its
+    name for the message, and how it is named. names: of all files."""
     models = gguf_models(names)
     found = _matching(models, wanted)
     if len(found) != 1:

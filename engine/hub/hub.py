@@ -84,11 +84,8 @@ class _File:
 def open_model(
     model: str, *, needs_weights: bool = True, impl: ModelImpl = ModelImpl.AUTO
 ) -> ModelFiles:
-    """Finds a local path or a hub id. Raises InvalidModel for what cannot be served.
-
-    needs_weights: False for made-up weights. Without a network, what was downloaded earlier is
-    used.
-    """
+    """Finds a local path or a hub id. Raises InvalidModel for what cannot be served. needs_weights:
+    False for made-up weights. Without a network, what was downloaded earlier is used."""
     local = open_local(model, needs_weights=needs_weights, impl=impl)
     if local is not None:
         return local

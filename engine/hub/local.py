@@ -42,10 +42,8 @@ def checked_path(
     needs_weights: bool,
     impl: ModelImpl,
 ) -> Path:
-    """Returns the directory, or the GGUF file in it that is served. Raises InvalidModel.
-
-    model: its name for the message. names: of all files. wanted: as in `Reference`.
-    """
+    """Returns the directory, or the GGUF file in it that is served. Raises InvalidModel. model: its
+    name for the message. names: of all files. wanted: as in `Reference`."""
     if wanted is None and not holds_gguf(names):
         check_directory(directory, needs_weights=needs_weights, impl=impl)
         return directory

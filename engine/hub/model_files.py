@@ -12,10 +12,8 @@ from penstock.engine.process.phases import LoadProgress
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One that is to be done.
-
-    what: for the log. state: how far it is, in any thread. run: does it; raises InvalidModel.
-    """
+    """One that is to be done. what: for the log. state: how far it is, in any thread. run: does it;
+    raises InvalidModel."""
 
     what: str
     state: Callable[[], LoadProgress]

@@ -110,9 +110,7 @@ def serve(
     config: EngineConfig, pipe: Pipe, build: BuildExecutor, at_end: list[Callable[[], object]]
 ) -> None:
     """Loads, sends `Ready`, and steps until the process is ended from outside or by an error.
-
-    at_end: gets what is to be done where the server ends it.
-    """
+    at_end: gets what is to be done where the server ends it."""
     executor = build(config, Phases(pipe.send))
     if (followers := getattr(executor, "followers", None)) is not None:
         pipe.watch(followers.news, followers.check)

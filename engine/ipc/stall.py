@@ -46,10 +46,8 @@ def _roofline_s(info: ModelInfo, config: SchedulerConfig) -> float:
 
 
 class Silence:
-    """How long something has given no sign of life, as far as this process was there to see it.
-
-    A server that was stopped itself, as its whole container may be, has seen nothing meanwhile.
-    """
+    """How long something has given no sign of life, as far as this process was there to see it. A
+    server that was stopped itself, as its whole container may be, has seen nothing meanwhile."""
 
     def __init__(self, interval_s: float) -> None:
         """interval_s: at which `look` is called."""

@@ -27,9 +27,7 @@ _MAX_RETRY_AFTER_S = 60
 
 class OutputStream:
     """The outputs of one request: an async iterator whose items are all outputs that have arrived.
-
-    A reader of many streams may use `listen` and `take` instead, which need no task per stream.
-    """
+    A reader of many streams may use `listen` and `take` instead, which need no task per stream."""
 
     def __init__(self, streams: "OpenStreams", request: Request, first: RequestId) -> None:
         """first: of the requests with which this one was submitted."""
@@ -72,10 +70,8 @@ class OutputStream:
         return outputs
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Calls back, on the event loop, when `take` has news: once for all that came together.
-
-        It must not raise: the streams that are notified after it would not be.
-        """
+        """Calls back, on the event loop, when `take` has news: once for all that came together. It
+        must not raise: the streams that are notified after it would not be."""
         self._on_news = on_news
 
     def take(self) -> list[RequestOutput]:
@@ -177,9 +173,7 @@ class OutputStream:
 
 class OpenStreams:
     """The stream of every request that has not ended, and the limit on answers. On one event loop.
-
-    An answer counts from its request's submission to its final output: `n` for each request.
-    """
+    An answer counts from its request's submission to its final output: `n` for each request."""
 
     def __init__(
         self,

@@ -83,10 +83,8 @@ class End(NamedTuple):
 
 
 class EngineProcess:
-    """Starts the process, exchanges messages with it, watches it and ends it.
-
-    Lives on one event loop.
-    """
+    """Starts the process, exchanges messages with it, watches it and ends it. Lives on one event
+    loop."""
 
     def __init__(
         self,

@@ -115,10 +115,8 @@ def _least_s(run: Callable[[], object], repeats: int) -> float:
 def gpu_matmul_flops(
     device: torch.device, dtype: torch.dtype, size: int = 8192, repeats: int = 9
 ) -> float:
-    """Operations per second of a GPU in a large matrix product: the median of some.
-
-    size: of the square matrices. At 8,192 one takes 1.4 ms of an H200 in bfloat16.
-    """
+    """Operations per second of a GPU in a large matrix product: the median of some. size: of the
+    square matrices. At 8,192 one takes 1.4 ms of an H200 in bfloat16."""
     # Random, of both signs: a GPU multiplies zeros faster, because they draw less power.
     left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     out = torch.mm(left, right)
@@ -128,9 +126,7 @@ def gpu_matmul_flops(
 
 def copy_bandwidth(device: torch.device, num_bytes: int = 2**31, repeats: int = 9) -> float:
     """Bytes per second that a GPU reads and writes when it copies: the median of some copies.
-
-    num_bytes: of each of the two buffers, far more than its caches hold; both are freed.
-    """
+    num_bytes: of each of the two buffers, far more than its caches hold; both are freed."""
     # Random, because zeros are copied faster than data is.
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)

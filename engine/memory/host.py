@@ -49,10 +49,8 @@ def zeros_on_touch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Arena:
-    """Allocates tensors next to each other in large chunks, so that huge pages cover small ones.
-
-    A chunk is freed with its last tensor. Several threads may allocate.
-    """
+    """Allocates tensors next to each other in large chunks, so that huge pages cover small ones. A
+    chunk is freed with its last tensor. Several threads may allocate."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -20,10 +20,8 @@ _MAP_NORESERVE = 0x4000
 
 
 class SharedMapping:
-    """The first `size` bytes of a descriptor, at an address that huge pages can have.
-
-    Raises OSError where it cannot be mapped.
-    """
+    """The first `size` bytes of a descriptor, at an address that huge pages can have. Raises
+    OSError where it cannot be mapped."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         whole = -(-size // PAGE_BYTES) * PAGE_BYTES
@@ -40,10 +38,8 @@ class SharedMapping:
         self.memory = memoryview(self._reserved)[self._start : self._start + size]
 
     def make_huge(self, page: int) -> None:
-        """The page'th PAGE_BYTES, whatever they hold. It takes half a millisecond, once.
-
-        Raises OSError where the system has no huge page left, or no such call.
-        """
+        """The page'th PAGE_BYTES, whatever they hold. It takes half a millisecond, once. Raises
+        OSError where the system has no huge page left, or no such call."""
         start = self._start + page * PAGE_BYTES
         # A range without any page is refused. Writing to it would race with another process.
         self._reserved.madvise(_POPULATE, start, mmap.PAGESIZE)
@@ -71,9 +67,7 @@ def are_possible() -> bool:
 
 class GrowingHugePages:
     """Makes the pages of a pool huge as its blocks are used, so that unused ones take no memory.
-
-    One thread uses it.
-    """
+    One thread uses it."""
 
     def __init__(
         self, mapping: SharedMapping, layers: Iterable[tuple[int, int]], blocks: int

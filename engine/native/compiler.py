@@ -75,10 +75,8 @@ def cache_directory() -> Path:
 
 
 def compiled(cache: Path, sources: Sequence[Source]) -> Path:
-    """Returns the path of the library in that directory, compiled if it is not there yet.
-
-    Raises OSError if it cannot be written there, SubprocessError if it cannot be compiled.
-    """
+    """Returns the path of the library in that directory, compiled if it is not there yet. Raises
+    OSError if it cannot be written there, SubprocessError if it cannot be compiled."""
     compiler = os.environ.get("CXX", "g++")
     command = (compiler, *_COMPILE, *shlex.split(os.environ.get("CXXFLAGS", "")))
     objects = _objects(cache, sources, command)

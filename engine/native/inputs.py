@@ -31,9 +31,7 @@ def gather_input(
     block_size: int,
 ) -> ModelInput:
     """Returns what `build_model_input` does; block_tables is not written past what its row uses.
-
-    library: see `load_library`. The tables are contiguous.
-    """
+    library: see `load_library`. The tables are contiguous."""
     step, wanted, _ = input_to_gather(batch, token_table, block_tables, block_size)
     library.penstock_gather(ctypes.byref(wanted))
     return step

@@ -31,10 +31,8 @@ _STEP, _DRAW = structure("Step"), structure("Draw", "native/step/draw.h")
 
 
 class NativeModel:
-    """`LlamaModel` on its weights and one KV pool: see `Model`.
-
-    The weights are packed where they are, so the LlamaModel itself cannot compute any more.
-    """
+    """`LlamaModel` on its weights and one KV pool: see `Model`. The weights are packed where they
+    are, so the LlamaModel itself cannot compute any more."""
 
     def __init__(
         self,

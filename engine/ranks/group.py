@@ -28,10 +28,8 @@ class RankFailed(PenstockError):
 
 
 class Group(Protocol):
-    """The ranks. All call the same methods in the same order, with tensors of the same shapes.
-
-    Each raises RankFailed, with the rank that is missing and what the others were doing.
-    """
+    """The ranks. All call the same methods in the same order, with tensors of the same shapes. Each
+    raises RankFailed, with the rank that is missing and what the others were doing."""
 
     @property
     def rank(self) -> int: ...

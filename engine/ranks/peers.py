@@ -37,10 +37,8 @@ class Peers:
         self._ended = rank
 
     def check(self, began_s: float | None = None) -> None:
-        """Raises RankFailed where a rank has ended, or this one waits for too long.
-
-        began_s: of time.monotonic(), when it began to wait; None where it does not wait.
-        """
+        """Raises RankFailed where a rank has ended, or this one waits for too long. began_s: of
+        time.monotonic(), when it began to wait; None where it does not wait."""
         if self._ended is not None:
             raise self._has_ended(self._ended)
         if began_s is not None and time.monotonic() - began_s > self.timeout_s:

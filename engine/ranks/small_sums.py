@@ -77,9 +77,7 @@ def small_sums(
     agree: Callable[[bool], bool],
 ) -> SmallSums | None:
     """Those of a group that sums by NCCL. None where they are off, or some rank cannot have them.
-
-    process_group: None for all ranks. num_gpus: of all ranks. agree: whether all ranks say so.
-    """
+    process_group: None for all ranks. num_gpus: of all ranks. agree: whether all ranks say so."""
     if os.environ.get(SYMMETRIC_SUMS) != "1":
         return None
     from torch.distributed import _symmetric_memory as symmetric_memory

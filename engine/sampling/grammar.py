@@ -135,9 +135,7 @@ class Grammars:
 
     def compile(self, grammar: str, num_bytes: int = 0) -> "Future[LLMatcher]":
         """A matcher in its initial state, to be copied before use; fails with BadGrammar.
-
-        num_bytes: what the compiled grammar takes, beside its text.
-        """
+        num_bytes: what the compiled grammar takes, beside its text."""
         cached = self._compiled.get(grammar)
         if cached is None:
             cached = _Cached(self._submit(grammar), num_bytes + len(grammar))
@@ -159,10 +157,8 @@ class Grammars:
 
 
 def _with_special_markers(tokenizer: str) -> str:
-    """Makes the tokens around reasoning special, so that no text of a grammar matches them.
-
-    Some models have them as ordinary tokens, so that they are visible.
-    """
+    """Makes the tokens around reasoning special, so that no text of a grammar matches them. Some
+    models have them as ordinary tokens, so that they are visible."""
     if not any(marker in tokenizer for marker in _REASONING_MARKERS):
         return tokenizer
     spec = json.loads(tokenizer)
@@ -235,10 +231,8 @@ class OpenGrammars:
         return grammar in self._open
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """In its initial state, to be copied before use.
-
-        An open request must have the grammar, and its future must be done.
-        """
+        """In its initial state, to be copied before use. An open request must have the grammar, and
+        its future must be done."""
         entry = self._open.get(grammar)
         assert entry and entry.future.done(), f"a sequence runs before its grammar: {grammar[:200]}"
         return entry.future.result()

@@ -3,10 +3,10 @@
 The sampler owns the sampling parameters of each slot's request (`assign`). It never writes to the
 caller's logits.
 
-**Order**, as in vLLM except for the third: bias; repetition, frequency and presence penalties;
-grammar masks and token bans (a grammar that has ended forces its end token, even if it is banned);
-temperature; min-p and top-k; top-p of what those leave. Logprobs are of the raw logits, before all
-of this.
+**Order**, as in vLLM except for the third: bias; repetition, frequency and presence penalties, and
+DRY; grammar masks and token bans (a grammar that has ended forces its end token, even if it is
+banned); temperature; min-p and top-k; top-p of what those leave; XTC of what that leaves. Logprobs
+are of the raw logits, before all of this.
 
 **A filter is a threshold**, never a ranking: it keeps every token at least as likely as the last
 one that it must keep. All tokens tied at the edge of a top-k or a nucleus survive, so the survivors
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.memory.host import tensor_to_device, to_device, to_host
+from penstock.engine.sampling.dry import DryPenalty
 from penstock.engine.sampling.grammar_table import GrammarTable
 from penstock.engine.sampling.token_bans import TokenBans, banned_by, has_token_bans
 from penstock.scheduler.types import FinishReason, SamplingParams, TokenLogprobs
@@ -62,6 +63,7 @@ _INTEGER_ONE = 2.0**38
 
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _GOLDEN = 0x9E3779B97F4A7C15
+_XTC = 0x5851F42D4C957F2D  # makes other random numbers of the same seed
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
@@ -74,6 +76,8 @@ class _Plan(NamedTuple):
     penalised: bool
     constrained: bool
     bans_tokens: bool
+    dry: bool
+    xtc: bool
     min_p: bool
     top_k: bool
     top_p: bool
@@ -150,6 +154,8 @@ class Sampler:
         self._plans: list[_Plan | None] = [None] * max_num_seqs
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_num_seqs
         self._bans: list[TokenBans | None] = [None] * max_num_seqs
+        self._dry: list[DryPenalty | None] = [None] * max_num_seqs
+        self._xtc = table(), table()  # probability and threshold
         self._last_bans: tuple[tuple[object, ...], TokenBans] | None = None
         self._grammars = grammars
         self._masks = _GrammarMasks(grammars, device) if grammars else None
@@ -172,11 +178,13 @@ class Sampler:
             or sampling.frequency_penalty != 0.0,
             constrained=sampling.grammar is not None and self._grammars is not None,
             bans_tokens=has_token_bans(sampling),
+            dry=sampling.dry is not None,
+            xtc=draws and sampling.xtc is not None,
             min_p=draws and sampling.min_p > 0.0,
             top_k=draws and top_k > 0,
             top_p=draws and sampling.top_p < 1.0,
         )
-        if self._draw is not None:  # which filters too
+        if self._draw is not None and not plan.xtc:  # which filters too
             plan = plan._replace(draws=False, min_p=False, top_k=False, top_p=False)
         self._plans[slot] = plan if any(plan) else None
         self._num_logprobs.pop(slot, None)
@@ -188,6 +196,11 @@ class Sampler:
             self._bias[slot] = (self._tensor(ids), weights)
         if plan.bans_tokens:
             self._bans[slot] = self._bans_of(sampling)
+        if sampling.dry:
+            self._dry[slot] = DryPenalty(sampling.dry, self._vocab_size, self._device)
+        if sampling.xtc:
+            for column, value in zip(self._xtc, sampling.xtc, strict=True):
+                column[slot] = value
         tables = self._tables
         tables.seed[slot] = _signed(mixed_seed(seed))
         tables.top_k[slot] = self._max_top_k[slot] = top_k
@@ -290,6 +303,11 @@ class Sampler:
             self._add_bias(x, [step.slots[row] for row in rows])
         if plan.penalised:
             self._add_penalties(x, step, rows, slots)
+        if plan.dry:
+            for x_row, row in zip(x, rows, strict=True):
+                dry, tokens = self._dry[step.slots[row]], step.token_table[step.slots[row]]
+                assert dry is not None, row
+                dry.apply(x_row[: self._vocab_size], tokens, step.lengths[row])
         if plan.constrained:
             assert self._masks
             self._masks.apply(x[:, : self._vocab_size], [step.slots[row] for row in rows])
@@ -300,14 +318,14 @@ class Sampler:
             return self._unadjusted(x, [step.slots[row] for row in rows], lengths)
         max_top_k = max(self._max_top_k[step.slots[row]] for row in rows)
         is_valid = self._weigh(plan, x, slots, max_top_k, weights, kept)
+        if plan.xtc:
+            self._exclude_top_choices(weights, kept, step, index)
         ids = _draw(weights, step.uniforms.index_select(0, index))
         return ids if is_valid is None else torch.where(is_valid, ids, INVALID_ID)
 
     def _scratch(self, num_rows: int) -> Tensor:
-        """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V.
-
-        Reused between steps: page faults of new memory can cost more than the computation.
-        """
+        """Logits, weights and a mask: (3, R, V rounded up to blocks), -inf past V. Reused between
+        steps: page faults of new memory can cost more than the computation."""
         if self._buffers.shape[1] < num_rows:
             num_ids = -(-self._vocab_size // _BLOCK) * _BLOCK
             size = (3, min(2 * num_rows, self._chunk), num_ids)
@@ -373,6 +391,19 @@ class Sampler:
             weights.mul_(torch.ge(weights, floor, out=kept))
         return is_valid
 
+    def _exclude_top_choices(
+        self, weights: Tensor, kept: Tensor, step: _Step, index: Tensor
+    ) -> None:
+        """Writes 0 to the weights, (R, V), that XTC excludes. index: the rows of the step."""
+        slots = step.slot_ids.index_select(0, index)
+        probability, threshold = (column.index_select(0, slots) for column in self._xtc)
+        lengths = self._tensor(step.lengths).index_select(0, index)
+        keys = self._tables.seed.index_select(0, slots) ^ _XTC
+        is_chosen = _uniforms(keys, lengths)[:, :1] < probability
+        likely = weights >= threshold * _block_sums(weights).sum(-1, keepdim=True)
+        least = torch.where(likely, weights, torch.inf).amin(-1, keepdim=True)
+        weights.mul_(torch.logical_not(likely & (weights > least) & is_chosen, out=kept))
+
     def logprobs(self, logits: Tensor, slots: list[int], ids: Tensor) -> ReadLogprobs:
         """Launches what computes those of the raw logits, for the rows that request them. ids:
         (S,) int64. Returns what reads them once the device has passed an event after this."""
@@ -403,10 +434,8 @@ class Sampler:
 
 
 class _GrammarMasks:
-    """A `GrammarTable`'s bits as a term to add to logits: 0 for allowed ids, else -inf.
-
-    It uses a table of all byte values, which takes a third of the time of 32 shifts of each word.
-    """
+    """A `GrammarTable`'s bits as a term to add to logits: 0 for allowed ids, else -inf. It uses a
+    table of all byte values, which takes a third of the time of 32 shifts of each word."""
 
     def __init__(self, grammars: GrammarTable, device: torch.device) -> None:
         self._grammars = grammars
@@ -520,10 +549,8 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One index per row in proportion to its weight, never of weight 0: (R,).
-
-    weights: (R, n), with a positive one in every row. uniform: (R, 1) float64 in [0, 1).
-    """
+    """One index per row in proportion to its weight, never of weight 0: (R,). weights: (R, n), with
+    a positive one in every row. uniform: (R, 1) float64 in [0, 1)."""
     scale = _INTEGER_ONE / weights.amax(-1, keepdim=True).double()
     reached = (weights * scale).long().cumsum(-1)
     target = (uniform * reached[:, -1:]).long()
@@ -548,10 +575,8 @@ def mixed_seed(seed: int) -> int:
 
 
 def failed_rows(token_ids: list[int], by_grammar: frozenset[int]) -> dict[int, FinishReason]:
-    """The rows whose sequences cannot continue, and why.
-
-    by_grammar: what `GrammarTable.advance` returned for them.
-    """
+    """The rows whose sequences cannot continue, and why. by_grammar: what `GrammarTable.advance`
+    returned for them."""
     failed = dict.fromkeys(by_grammar, FinishReason.ERROR)
     if min(token_ids, default=0) < 0:
         for row, token_id in enumerate(token_ids):

@@ -41,10 +41,8 @@ def planned_model(
     block_size: int | None = None,
     kv_cache_memory_bytes: int | None = None,
 ) -> PlannedModel:
-    """sizing: of the whole model. kv_cache_memory_bytes: of each rank.
-
-    Raises InvalidConfig where the device is unknown, the model does not fit on so many or cannot be
-    split over them."""
+    """sizing: of the whole model. kv_cache_memory_bytes: of each rank. Raises InvalidConfig where
+    the device is unknown, the model does not fit on so many or cannot be split over them."""
     sizing = replace(
         sizing,
         max_model_len=max_model_len,

@@ -210,10 +210,8 @@ class Sizing:
         return int(self._num_at_once(context))
 
     def least_tpot_s(self, num_sequences: int, context: int) -> float | None:
-        """A decode step at the datasheet's bandwidth: no server can be faster.
-
-        None for a device that configs/hardware.toml does not list.
-        """
+        """A decode step at the datasheet's bandwidth: no server can be faster. None for a device
+        that configs/hardware.toml does not list."""
         bandwidth = peak_bandwidth(self.machine.name)
         if not bandwidth:
             return None

@@ -66,10 +66,8 @@ class Executor(Protocol):
         ...
 
     def prepare(self, request: Request) -> "Future[Any] | None":
-        """Begins, in the background, what must be done before the request is scheduled.
-
-        None where that is nothing. A PenstockError, raised here or by the future, refuses it.
-        """
+        """Begins, in the background, what must be done before the request is scheduled. None where
+        that is nothing. A PenstockError, raised here or by the future, refuses it."""
         ...
 
     def release(self, request_id: RequestId) -> None:

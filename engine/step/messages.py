@@ -40,10 +40,8 @@ class OtherPrompt(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SubmitAlike(msgspec.Struct, tag=True, frozen=True):
-    """Server to engine: run these requests, which are the first but for what the others say.
-
-    What is large in their sampling parameters is sent once, and is one object in the engine.
-    """
+    """Server to engine: run these requests, which are the first but for what the others say. What
+    is large in their sampling parameters is sent once, and is one object in the engine."""
 
     first: Request
     others: list[OtherPrompt]

@@ -17,9 +17,7 @@ from penstock.scheduler.types import Pooling
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExperts:
     """The experts that a router chooses from for each token. Shared ones are not among them.
-
-    num_layers: those with experts. num_experts: of one layer. expert_bytes: of one expert.
-    """
+    num_layers: those with experts. num_experts: of one layer. expert_bytes: of one expert."""
 
     num_layers: int
     num_experts: int

@@ -15,10 +15,8 @@ from penstock.scheduler.types import ScheduledBatch, StateSnapshot
 
 
 class AdapterRun(NamedTuple):
-    """Consecutive tokens of a step that one LoRA adapter changes.
-
-    weights: as the model that computes the step has made them of the adapter.
-    """
+    """Consecutive tokens of a step that one LoRA adapter changes. weights: as the model that
+    computes the step has made them of the adapter."""
 
     first_token: int
     num_tokens: int
@@ -121,9 +119,7 @@ def build_model_input(
     batch: ScheduledBatch, token_table: Tensor, block_tables: Tensor, block_size: int
 ) -> ModelInput:
     """Reads the per-slot tables, to which the batch's updates have already been applied.
-
-    block_tables: (slots, max_blocks), or (G, slots, max_blocks) for several groups of layers.
-    """
+    block_tables: (slots, max_blocks), or (G, slots, max_blocks) for several groups of layers."""
     device = token_table.device
     query_starts = [0, *accumulate(batch.num_tokens)]
     # One transfer: three rows of length B.

@@ -123,10 +123,8 @@ async def _warm_up(
 async def _workload_for_model(
     config: BenchConfig, made: Workload, target: HttpTarget
 ) -> tuple[Workload, str | None]:
-    """The workload without requests too long for the model, and what counted its tokens.
-
-    The server counts them if the prompts are a few texts and there is no --tokenizer.
-    """
+    """The workload without requests too long for the model, and what counted its tokens. The server
+    counts them if the prompts are a few texts and there is no --tokenizer."""
     workload = config.workload
     if not workload.dataset.has_texts:
         again = workload.max_model_len is not None
@@ -226,10 +224,8 @@ async def _sweep(
 
 
 async def _find_target(config: BenchConfig) -> tuple[TargetConfig, Model, list[str]]:
-    """Waits for the server; the model is --model, or the first that the server lists.
-
-    Also returns the models that the server lists, if --model is none of them.
-    """
+    """Waits for the server; the model is --model, or the first that the server lists. Also returns
+    the models that the server lists, if --model is none of them."""
     args = config.args
     name = args.served_model_name or args.model
     models = await wait_until_ready(

@@ -186,10 +186,8 @@ class ConnectionPool:
         return head.encode("latin-1") + b"\r\n" + body
 
     async def request(self, request: bytes, sink: Sink) -> None:
-        """One exchange, on a new connection if the server has closed the idle one.
-
-        Raises HttpFailed. Cancelling closes the connection, so that the server aborts the request.
-        """
+        """One exchange, on a new connection if the server has closed the idle one. Raises
+        HttpFailed. Cancelling closes the connection, so that the server aborts the request."""
         while True:
             connection, was_idle = await self._take()
             try:

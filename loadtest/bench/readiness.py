@@ -47,10 +47,8 @@ async def wait_until_ready(
     needs_models: bool = True,
     advice: str = "start the server, check --base-url, or raise --ready-timeout",
 ) -> list[Model]:
-    """Waits until the server responds, and returns its models. Raises TargetUnusable.
-
-    needs_models: fail if the server has no GET /v1/models. advice: if it is not ready in time.
-    """
+    """Waits until the server responds, and returns its models. Raises TargetUnusable. needs_models:
+    fail if the server has no GET /v1/models. advice: if it is not ready in time."""
     deadline_s = time.monotonic() + timeout_s
     last_state = ""
     async with aclosing(ConnectionPool(base_url, headers, is_insecure=is_insecure)) as pool:

@@ -133,10 +133,8 @@ def write(
 
 
 def write_file(path: Path, data: bytes, *, is_appended: bool = False) -> None:
-    """Writes a file in a folder that is made if needed. is_appended: as one more line of it.
-
-    Raises FileNotWritten.
-    """
+    """Writes a file in a folder that is made if needed. is_appended: as one more line of it. Raises
+    FileNotWritten."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if is_appended and path.exists() and path.stat().st_size:

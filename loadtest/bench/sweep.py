@@ -40,9 +40,7 @@ Z_95 = 1.96  # standard deviations on each side that hold 95 % of a normal distr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
     """min_ratio: share of good requests that a rate requires. precision: relative, of the limit.
-
-    seconds: duration of each rate, or up to MAX_STRETCH times that to send MIN_REQUESTS.
-    """
+    seconds: duration of each rate, or up to MAX_STRETCH times that to send MIN_REQUESTS."""
 
     goodput_ms: dict[str, float]
     start_rate: float = 1.0
@@ -166,9 +164,7 @@ async def search(
     measure: Callable[[float], Awaitable[bool | None]], start: float, precision: float
 ) -> tuple[Bracket, bool]:
     """The bracket of the limit, and whether it reached the precision: not if `measure` gave None.
-
-    The result has been measured twice, so that it is not a rate that passed once by chance.
-    """
+    The result has been measured twice, so that it is not a rate that passed once by chance."""
     bracket, confirmed = Bracket(), None
     while True:
         rate = bracket.next_rate(start, precision)

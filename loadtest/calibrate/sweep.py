@@ -88,10 +88,8 @@ def run_sweep(
     seconds: float,
     on_level: Callable[[int, int], None],
 ) -> list[StepSample]:
-    """Steps under loads of 1, 2, 4, ... sequences, for `seconds` together.
-
-    on_level: called with the number of each load and that of all of them, before it begins.
-    """
+    """Steps under loads of 1, 2, 4, ... sequences, for `seconds` together. on_level: called with
+    the number of each load and that of all of them, before it begins."""
     info = executor.info
     sweep = _Sweep(info)
     scheduler = Scheduler(

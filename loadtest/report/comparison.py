@@ -155,9 +155,7 @@ def table(
 
 def read_sides(arguments: list[str]) -> list[Side]:
     """Each argument is a side: a file, or the files of repeated runs with commas between them.
-
-    Raises InvalidConfig.
-    """
+    Raises InvalidConfig."""
     if not MIN_SIDES <= len(arguments) <= MAX_SIDES:
         raise InvalidConfig(
             f"give {MIN_SIDES} to {MAX_SIDES} results to compare; commas join the files of "
@@ -172,10 +170,8 @@ def read_sides(arguments: list[str]) -> list[Side]:
 
 
 def read_results(path: Path) -> list[Summary]:
-    """The results in a file: one, or one a line as --append-result writes them.
-
-    Raises InvalidConfig.
-    """
+    """The results in a file: one, or one a line as --append-result writes them. Raises
+    InvalidConfig."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

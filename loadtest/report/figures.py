@@ -125,10 +125,8 @@ def _has_data(figure: Figure) -> bool:
 
 
 def _against_throughput(rates: Sequence[Measurement], metric: str) -> Lines:
-    """In order of the rate, so that the line bends back where more load gives less throughput.
-
-    One point per rate: its last complete run. Runs that were stopped early are not on the line.
-    """
+    """In order of the rate, so that the line bends back where more load gives less throughput. One
+    point per rate: its last complete run. Runs that were stopped early are not on the line."""
     short, title = METRIC_TITLES[metric]
     in_order = sorted(rates, key=lambda run: float(run.summary["request_rate"]))
     whole = {

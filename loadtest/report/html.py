@@ -2,46 +2,13 @@
 
 from collections.abc import Iterable
 from html import escape
+from importlib.resources import files
 
 from penstock.loadtest.report.figures import Bars, Figure
 from penstock.loadtest.report.report import Summary, readable_date
 from penstock.loadtest.report.svg import NUM_COLOURS, figure_html
 
-# Only a screen is dark: paper is white, whatever the system prefers.
-CSS = """
-:root{color-scheme:light;--page:#fff;--ink:#16181d;--soft:#5b6270;--grid:#e4e7ec;--good:#15803d;
---bad:#be123c;--c0:#2563eb;--c1:#c2410c;--c2:#059669;--c3:#be123c;--c4:#7c3aed}
-@media screen and (prefers-color-scheme:dark){:root{color-scheme:dark;--page:#14161a;--ink:#e8eaee;
---soft:#9aa2b1;--grid:#2b2f37;--good:#4ade80;--bad:#fb7185;--c0:#7aa7ff;--c1:#f59e5b;--c2:#4ade9f;
---c3:#fb7185;--c4:#c4a5ff}}
-body{background:var(--page);color:var(--ink);font:15px/1.5 system-ui,sans-serif;max-width:1340px;
-margin:0 auto;padding:24px 16px}
-h1{font-size:22px;line-height:1.3;margin:0;overflow-wrap:anywhere}p{color:var(--soft);margin:8px 0;
-overflow-wrap:anywhere}h2{font-size:17px;margin:32px 0 8px}
-.cards{display:flex;flex-wrap:wrap;gap:8px 32px}.cards b{display:block;font-size:22px}
-.cards span{color:var(--soft)}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:24px}
-figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto;display:block}
-svg text{font:12px system-ui,sans-serif;fill:var(--soft)}.axis{stroke:var(--grid)}
-.mark{stroke:var(--soft);stroke-width:.6;stroke-dasharray:2 3;fill:none}
-.range{stroke:var(--ink);stroke-width:1.6}
-.line{fill:none;stroke-width:1.8}pre{overflow-x:auto;font-size:13px}.scroll{overflow-x:auto}
-@media(min-width:900px){pre{white-space:pre-wrap;overflow-wrap:anywhere}}
-.numbers{columns:380px;column-gap:32px;font-size:14px;margin:0}.numbers div{display:flex;gap:12px;
-justify-content:space-between;break-inside:avoid;border-bottom:1px solid var(--grid)}
-.numbers dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere;text-align:right}
-table{border-collapse:collapse;font-size:14px}td,th{text-align:left;padding:2px 16px 2px 0;
-white-space:nowrap}td{font-variant-numeric:tabular-nums}tr{border-bottom:1px solid var(--grid)}
-.number{text-align:right}td small{color:var(--soft)}
-@media(max-width:600px){td small{display:block}td,th{padding-right:10px}}
-.good{color:var(--good)}.bad{color:var(--bad)}i{display:inline-block;width:14px;height:3px;
-margin:0 6px 3px 0;vertical-align:middle}.key{font-size:13px;color:var(--soft);margin-right:16px;
-white-space:nowrap}
-@media print{body{max-width:none;padding:0;font-size:12px}figure,tr{break-inside:avoid}
-h2{break-after:avoid}.grid{grid-template-columns:1fr 1fr}.numbers{columns:2;font-size:10px}
-pre{white-space:pre-wrap;font-size:10px}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
-""" + "".join(
+CSS = files(__package__).joinpath("report.css").read_text(encoding="utf-8") + "".join(
     f".s{n}{{stroke:var(--c{n})}}.f{n},i.f{n}{{fill:var(--c{n});background:var(--c{n})}}"
     for n in range(NUM_COLOURS)
 )

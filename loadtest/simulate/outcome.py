@@ -73,10 +73,8 @@ def _peaks(info: ModelInfo) -> tuple[float | None, float | None]:
 
 
 def summary_of(plan: Plan, simulated: Simulated, report: ReportConfig) -> Summary:
-    """The keys of penstock bench, and those that only a simulation has.
-
-    mbu, mfu: of all steps together; None where the device's peak is unknown.
-    """
+    """The keys of penstock bench, and those that only a simulation has. mbu, mfu: of all steps
+    together; None where the device's peak is unknown."""
     info, steps = plan.server.info, simulated.all_steps
     busy_s = sum(step.step_s for step in steps) or 1.0
     bandwidth, flops = _peaks(info)

@@ -33,10 +33,8 @@ class BadDataset(InvalidConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """One request of a trace. at_s counts from the trace's own origin.
-
-    hash_ids: equal ids are equal blocks of block_tokens tokens. tenant, priority: see TimedRequest.
-    """
+    """One request of a trace. at_s counts from the trace's own origin. hash_ids: equal ids are
+    equal blocks of block_tokens tokens. tenant, priority: see TimedRequest."""
 
     at_s: float
     num_prompt_tokens: int
@@ -162,10 +160,8 @@ class _Recording(msgspec.Struct):
 
 
 def read_recording(path: Path) -> Iterator[TraceRow]:
-    """A result of `penstock bench --save-detailed`, or of vLLM's: lengths and times of a run.
-
-    A request without output tokens failed, and is left out.
-    """
+    """A result of `penstock bench --save-detailed`, or of vLLM's: lengths and times of a run. A
+    request without output tokens failed, and is left out."""
     data = _read(path)
     try:
         recording = msgspec.json.decode(data, type=_Recording)
@@ -237,9 +233,7 @@ class _CustomLine(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_custom(path: Path, *, is_chat: bool) -> Iterator[TextRow]:
     """One `{"prompt": ...}` or `{"messages": [...]}` per line, with an optional `max_tokens`.
-
-    is_chat: the endpoint is for chat, and accepts messages or text; otherwise text or token ids.
-    """
+    is_chat: the endpoint is for chat, and accepts messages or text; otherwise text or token ids."""
     for where, line in _json_lines(path):
         row = _decode(where, line, _CustomLine)
         if (row.prompt is None) == (row.messages is None):

@@ -223,10 +223,8 @@ def _text_requests(
 
 
 def _sharegpt_rows(config: WorkloadConfig, count: TokenCounter) -> Iterator[_Counted]:
-    """First turns, with the second turn's length as output length unless one is given.
-
-    Very short and very long ones are left out, as in `vllm bench serve`.
-    """
+    """First turns, with the second turn's length as output length unless one is given. Very short
+    and very long ones are left out, as in `vllm bench serve`."""
     assert config.dataset_path is not None
     turns = read_sharegpt(config.dataset_path)
     if config.is_shuffled:

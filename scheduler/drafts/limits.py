@@ -26,5 +26,7 @@ class DraftLimits(NamedTuple):
             sampling.bad_words,
             sampling.allowed_token_ids,
             sampling.min_tokens,
+            sampling.dry,
+            sampling.xtc,
         )
         return penalties == (1.0, 0.0, 0.0) and not any(biases)

@@ -53,10 +53,8 @@ class OrderedQueue:
         return heap[0][3] if heap else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Its entry stays and is skipped when met.
-
-        When most entries have left, they are removed together: amortized O(1) each.
-        """
+        """Its entry stays and is skipped when met. When most entries have left, they are removed
+        together: amortized O(1) each."""
         del self._members[sequence]
         if self._heap[0][3] is sequence:
             heapq.heappop(self._heap)
@@ -76,10 +74,8 @@ class OrderedQueue:
 
 
 class WaitingQueue(OrderedQueue):
-    """Waiting sequences in the order of a policy: first come, first served.
-
-    A preempted sequence keeps its rank, so it is admitted before all that arrived after it.
-    """
+    """Waiting sequences in the order of a policy: first come, first served. A preempted sequence
+    keeps its rank, so it is admitted before all that arrived after it."""
 
     def pop(self) -> Sequence:
         """Removes the next one, which is admitted."""

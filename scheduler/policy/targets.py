@@ -92,9 +92,7 @@ class Targets:
 
     def check(self, sequence: Sequence, ahead: Ahead, num_running: int, waited_s: float) -> None:
         """Notes when the first token of a sequence that arrives is expected, if that is known.
-
-        waited_s: since its request arrived. Raises TargetOutOfReach.
-        """
+        waited_s: since its request arrived. Raises TargetOutOfReach."""
         target_s = sequence.request.ttft_target_s or self._config.ttft_target_s
         assert self._step_model and target_s, "ask applies_to first"
         num_cached = sequence.num_cached_at_arrival

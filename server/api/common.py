@@ -53,10 +53,8 @@ class Received(Generic[Fields_co]):
 
 
 async def receive(http: Request, parse: Callable[[bytes], Fields]) -> Received[Fields]:
-    """parse: raises InvalidRequest for what is wrong with the fields themselves.
-
-    Raises also what `read_body` raises, and ModelNotFound.
-    """
+    """parse: raises InvalidRequest for what is wrong with the fields themselves. Raises also what
+    `read_body` raises, and ModelNotFound."""
     service, arrival_s = service_of(http), time.monotonic()
     body = await body_of(http)
     fields = without_collection(parse, body)
@@ -166,10 +164,8 @@ def check_own_key(http: Request, header: str, key: str) -> None:
 async def unless_disconnected(
     receive: Receive, answer: Coroutine[Any, Any, Result]
 ) -> Result | None:
-    """The answer; or None if the client disconnects before it is complete, which cancels it.
-
-    The request's body must have been read: of what follows it only the disconnect matters.
-    """
+    """The answer; or None if the client disconnects before it is complete, which cancels it. The
+    request's body must have been read: of what follows it only the disconnect matters."""
     running = asyncio.ensure_future(answer)
     listening = asyncio.ensure_future(_disconnect(receive))
     try:

@@ -114,8 +114,9 @@ class LlamaWriter:
         generation = self._generation
         prompt = self._fields.prompts[delta.choice // generation.request.n]
         vocabulary = self._model.encoder.vocabulary
-        is_word = isinstance(delta.ended_by, str)
-        ended = "limit" if delta.finish_reason == "length" else "word" if is_word else "eos"
+        is_cut = delta.finish_reason == "length"
+        is_word = isinstance(delta.ended_by, str) and not is_cut
+        ended = "limit" if is_cut else "word" if is_word else "eos"
         return self._part(delta) | {
             "stop": True,
             "model": self._model.name,

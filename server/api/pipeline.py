@@ -83,7 +83,7 @@ async def prepare(api: TextApi[Fields], received: Received[Fields]) -> Generatio
             model=model,
             arrival=received.arrival,
         )
-        return await off_loop(build, fields, fields.num_bad_word_chars)
+        return await off_loop(build, fields, fields.num_chars_to_encode)
 
 
 class TextResponse(Response):

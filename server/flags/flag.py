@@ -3,7 +3,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from enum import StrEnum
 from types import NoneType
 from typing import Any, TypeVar, get_args
@@ -100,6 +100,14 @@ class Flag:
         return kind(value) if _is_choice(kind) else value
 
 
+def flag_table(
+    helps: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]
+) -> tuple[Flag, ...]:
+    """helps: by usage. settings: further fields of some of them, by the name of argparse."""
+    flags = (Flag(usage, text) for usage, text in helps.items())
+    return tuple(replace(flag, **settings.get(flag.dest, {})) for flag in flags)
+
+
 def add_flags(
     group: "argparse._ArgumentGroup", flags: Iterable[Flag], configs: Iterable[type]
 ) -> None:
@@ -113,9 +121,7 @@ def config_of(
     config: type[_Config], flags: Iterable[Flag], options: argparse.Namespace, **others: Any
 ) -> _Config:
     """Makes a config of the flags that set its fields; `others` are set by more than one flag.
-
-    Raises InvalidConfig.
-    """
+    Raises InvalidConfig."""
     known = {field.name: field for field in fields(config) if field.name not in others}  # type: ignore[arg-type]
     by_field = {flag.field_name: flag for flag in flags}
     return config(

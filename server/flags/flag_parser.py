@@ -56,9 +56,7 @@ def set_defaults(
     parser: argparse.ArgumentParser, environment: Mapping[str, str], config: Path | None
 ) -> None:
     """Defaults of flags: a `PENSTOCK_*` variable, else the config file, else the parser's own.
-
-    config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig.
-    """
+    config: YAML or JSON, flag -> value, as `max-model-len: 4096`. Raises InvalidConfig."""
     actions = _by_name(parser)
     for name, value in (_read_config(config, actions) if config else {}).items():
         where = f"{config}: {name.replace('_', '-')}"

@@ -88,9 +88,7 @@ REFUSED = {
 
 def as_ours(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments without flags that have no effect, and prints a line for each of those.
-
-    Raises InvalidConfig for one that would have an effect with its value.
-    """
+    Raises InvalidConfig for one that would have an effect with its value."""
     ours: list[str] = []
     left = list(arguments)
     while left:

@@ -87,9 +87,7 @@ async def read_body(request: Request, memory: BodyMemory) -> bytes:
 
 def is_json(content_type: str) -> bool:
     """Text, forms and uploads, which browsers send for any page without asking first, are not.
-
-    Source: "JSON MIME type" of WHATWG's MIME Sniffing.
-    """
+    Source: "JSON MIME type" of WHATWG's MIME Sniffing."""
     essence = content_type.partition(";")[0].strip().lower()
     return essence in ("application/json", "text/json") or essence.endswith("+json")
 

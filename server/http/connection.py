@@ -44,9 +44,7 @@ _WARN_EVERY_S = 60.0
 
 def spare_files(max_files: int) -> int:
     """Left for the server itself, for probes, and for saying no, while connections take all others.
-
-    What arrives at once, `backlog`, is half of them: so it never finds none.
-    """
+    What arrives at once, `backlog`, is half of them: so it never finds none."""
     return max(64, min(max_files // 8, 4096))
 
 

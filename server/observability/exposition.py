@@ -22,6 +22,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from penstock.server.observability.metric_help import HELP
+
 # A number, or one for each value of the label (a text) or of the labels (a tuple of texts).
 Values = float | Mapping[Any, float]
 
@@ -29,13 +31,13 @@ Values = float | Mapping[Any, float]
 def _with_samples(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
     name: str,
-    help_text: str,
     values: Values,
     *labels: str,
     prefix: str = "penstock_",
+    help_text: str = "",
 ) -> Metric:
-    """Returns a metric with a sample for each of the values."""
-    family = kind(prefix + name, help_text, labels=labels)
+    """Returns a metric with a sample for each of the values. help_text: of one that is not ours."""
+    family = kind(prefix + name, help_text or HELP[name], labels=labels)
     by_labels = values if isinstance(values, Mapping) else {(): values}
     for each, value in by_labels.items():
         family.add_metric((each,) if isinstance(each, str) else each, value)
@@ -188,10 +190,7 @@ class HistogramFamily:
     """The histograms that share a name, each with its own labels, and their lines on /metrics."""
 
     def __init__(
-        self,
-        name: str,
-        help_text: str,
-        members: Sequence[tuple[dict[str, str], Histogram]],
+        self, name: str, help_text: str, members: Sequence[tuple[dict[str, str], Histogram]]
     ) -> None:
         """members: (labels, histogram), all with the same label names."""
         self.name = name
@@ -212,22 +211,16 @@ class HistogramFamily:
         )
 
 
-def described(name: str, help_text: str, bounds: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
+def described(name: str, bounds: tuple[float, ...] = REQUEST_SECONDS) -> Histogram:
     """Declares a field of a dataclass that is a histogram without labels."""
-    made: Histogram = field(
-        default_factory=partial(Histogram, bounds), metadata={"name": name, "help": help_text}
-    )
+    made: Histogram = field(default_factory=partial(Histogram, bounds), metadata={"name": name})
     return made
 
 
 def described_in(owner: Any) -> list[HistogramFamily]:
     """Returns the families of the histograms among the fields of a dataclass, in their order."""
     return [
-        HistogramFamily(
-            f"penstock_{each.metadata['name']}",
-            each.metadata["help"],
-            [({}, getattr(owner, each.name))],
-        )
+        HistogramFamily(f"penstock_{name}", HELP[name], [({}, getattr(owner, each.name))])
         for each in fields(owner)
-        if each.metadata
+        if (name := each.metadata.get("name"))
     ]

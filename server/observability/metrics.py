@@ -39,8 +39,9 @@ from penstock.server.observability.families import (
     tier_metrics,
     utilization,
 )
+from penstock.server.observability.metric_help import SCHEDULER_COUNTERS
 from penstock.server.observability.predictions import Predictions
-from penstock.server.observability.step_window import WINDOW_S, RecentSteps, Totals
+from penstock.server.observability.step_window import RecentSteps, Totals
 from penstock.server.observability.version import build_info
 from penstock.server.observability.vllm_names import (
     HttpResponses,
@@ -49,20 +50,6 @@ from penstock.server.observability.vllm_names import (
     with_vllm_names,
 )
 
-# The scheduler's statistics have these names with _total.
-_SCHEDULER_COUNTERS = {
-    "recomputed_tokens": "Tokens computed a second time because of preemptions and engine restarts",
-    "preemptions": "Sequences preempted",
-    "invalid_logits": "Answers ended with an error because the model's logits were NaN or infinite",
-    "prefix_query_tokens": "Prompt tokens looked up in the prefix cache",
-    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
-    "encoder_queries": "Images of requests that began to run",
-    "encoder_hits": "Images of these that were not encoded for them: the prefix cache had them, or "
-    "an equal one's rows were there",
-    "encoder_seconds": "Time in which images were encoded",
-    "prefix_stateless_tokens": "Prompt tokens whose keys and values were found, but no recurrent "
-    "state after them",
-}
 _NO_STATS = SchedulerStats()
 _OUTCOMES = ("stop", "length", "abandoned", "failed", "refused")
 NO_HANDLER = "none"
@@ -73,9 +60,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 @dataclass(slots=True)
 class RequestTimes:
     """When a prompt arrived, and when each of its answers started: its first step, or None before.
-
-    Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known.
-    """
+    Times are in time.monotonic(). predicted_ttft_s: of a request with a target for it, if known."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -87,66 +72,23 @@ class RequestTimes:
 class Histograms:
     """The measures of requests and steps, in the order of the page."""
 
-    ttft: Histogram = described(
-        "time_to_first_token_seconds",
-        "From the arrival of a request to the first token of an answer",
-    )
-    tpot: Histogram = described(
-        "time_per_output_token_seconds",
-        "Mean time per token of an answer, after the first token",
-        STEP_SECONDS,
-    )
-    itl: Histogram = described(
-        "inter_token_latency_seconds", "Time between two tokens of an answer", STEP_SECONDS
-    )
-    latency: Histogram = described(
-        "request_latency_seconds", "From the arrival of a request to its last token"
-    )
-    queue_time: Histogram = described(
-        "queue_time_seconds", "From the arrival of a request to the first step of an answer"
-    )
-    prefill_time: Histogram = described(
-        "prefill_time_seconds", "From the first step of an answer to its first token"
-    )
-    decode_time: Histogram = described(
-        "decode_time_seconds", "From the first token of an answer to its last"
-    )
-    inference_time: Histogram = described(
-        "inference_time_seconds", "From the first step of an answer to its last token"
-    )
-    batch_size: Histogram = described("batch_size_sequences", "Sequences in one step", SIZES)
-    step_tokens: Histogram = described(
-        "step_tokens", "Tokens in one step, of prompts and of answers", SIZES
-    )
-    step_progress: Histogram = described(
-        "step_progress_tokens",
-        "Prompt tokens computed and answer tokens sampled in one step",
-        SIZES,
-    )
-    preemptions_per_answer: Histogram = described(
-        "request_preemptions",
-        "How often an answer that the engine ended was preempted",
-        OCCURRENCES,
-    )
-    prompt_lengths: Histogram = described(
-        "request_prompt_tokens", "Tokens of one accepted prompt", LENGTHS
-    )
-    computed_lengths: Histogram = described(
-        "request_computed_prompt_tokens",
-        "Tokens of one prompt that were not in the prefix cache at its first step",
-        LENGTHS,
-    )
-    answers_per_prompt: Histogram = described(
-        "request_answers", "Answers that a request asks for per accepted prompt (n)", SIZES
-    )
-    max_tokens: Histogram = described(
-        "request_max_tokens",
-        "Most tokens that an answer to an accepted prompt may have (max_tokens)",
-        LENGTHS,
-    )
-    answer_lengths: Histogram = described(
-        "request_generated_tokens", "Tokens of one answer that finished", LENGTHS
-    )
+    ttft: Histogram = described("time_to_first_token_seconds")
+    tpot: Histogram = described("time_per_output_token_seconds", STEP_SECONDS)
+    itl: Histogram = described("inter_token_latency_seconds", STEP_SECONDS)
+    latency: Histogram = described("request_latency_seconds")
+    queue_time: Histogram = described("queue_time_seconds")
+    prefill_time: Histogram = described("prefill_time_seconds")
+    decode_time: Histogram = described("decode_time_seconds")
+    inference_time: Histogram = described("inference_time_seconds")
+    batch_size: Histogram = described("batch_size_sequences", SIZES)
+    step_tokens: Histogram = described("step_tokens", SIZES)
+    step_progress: Histogram = described("step_progress_tokens", SIZES)
+    preemptions_per_answer: Histogram = described("request_preemptions", OCCURRENCES)
+    prompt_lengths: Histogram = described("request_prompt_tokens", LENGTHS)
+    computed_lengths: Histogram = described("request_computed_prompt_tokens", LENGTHS)
+    answers_per_prompt: Histogram = described("request_answers", SIZES)
+    max_tokens: Histogram = described("request_max_tokens", LENGTHS)
+    answer_lengths: Histogram = described("request_generated_tokens", LENGTHS)
 
 
 class Metrics(Histograms):
@@ -229,10 +171,8 @@ class Metrics(Histograms):
         self._times.pop(request_id, None)
 
     def on_step(self, report: StepReport) -> None:
-        """Counts one report of the engine, before its outputs reach the streams.
-
-        A report of step 0 only confirms aborts.
-        """
+        """Counts one report of the engine, before its outputs reach the streams. A report of step 0
+        only confirms aborts."""
         self.gaps.advance(time.monotonic())
         self._stats, self._has_stats = report.stats, True
         for started in report.started:
@@ -332,82 +272,47 @@ class Metrics(Histograms):
 
     def _counters(self) -> Iterator[Metric]:
         stats, busy_s = self.stats, sum(totals.step_s for totals in self._totals.values())
-        yield counter("prompt_tokens", "Prompt tokens of accepted requests", self._prompt_tokens)
-        yield counter(
-            "cached_prompt_tokens",
-            "Prompt tokens whose keys and values were already in the KV cache",
-            self._cached_tokens,
-        )
-        yield counter("generated_tokens", "Tokens sampled", self.generated_tokens)
-        for name, help_text in _SCHEDULER_COUNTERS.items():
-            yield counter(name, help_text, getattr(stats, f"{name}_total"))
-        yield counter("engine_busy_seconds", "Time in which the engine ran a step", busy_s)
-        yield counter(
-            "requests",
-            "Requests that the engine got and that have ended, by outcome",
-            {outcome: self.outcomes[outcome] for outcome in _OUTCOMES},
-            "outcome",
-        )
+        yield counter("prompt_tokens", self._prompt_tokens)
+        yield counter("cached_prompt_tokens", self._cached_tokens)
+        yield counter("generated_tokens", self.generated_tokens)
+        for name in SCHEDULER_COUNTERS:
+            yield counter(name, getattr(stats, f"{name}_total"))
+        yield counter("engine_busy_seconds", busy_s)
+        outcomes = {outcome: self.outcomes[outcome] for outcome in _OUTCOMES}
+        yield counter("requests", outcomes, "outcome")
         by_status: Counter[str] = Counter()
         for response, count in self._responses.items():
             by_status[str(response.status)] += count
-        yield counter("http_responses", "HTTP responses by status", by_status, "status")
+        yield counter("http_responses", by_status, "status")
 
     def _restarts(self) -> Iterator[Metric]:
         """The events in the life of the engine's process."""
         client = self._client
         causes = [cause for cause in EndCause if cause is not EndCause.CLOSED]
-        yield counter(
-            "engine_restarts",
-            "Engine processes that were replaced, by what ended them",
-            {cause: client.restarts[cause] if client else 0 for cause in causes},
-            "cause",
-        )
-        yield counter(
-            "resumed_requests",
-            "Requests given to another engine process after the one before had ended",
-            client.recovery.num_resumed if client else 0,
-        )
-        yield counter(
-            "quarantined_requests",
-            "Requests that ended with an error because the engine process ended twice with them",
-            client.recovery.num_quarantined if client else 0,
-        )
+        restarts = {cause: client.restarts[cause] if client else 0 for cause in causes}
+        yield counter("engine_restarts", restarts, "cause")
+        yield counter("resumed_requests", client.recovery.num_resumed if client else 0)
+        yield counter("quarantined_requests", client.recovery.num_quarantined if client else 0)
 
     def _counters_by_class(self) -> Iterator[Metric]:
-        for name, help_text in (
-            ("model_bytes", "The fewest bytes that the steps had to read"),
-            ("model_flops", "Floating-point operations of the steps"),
-        ):
+        for name in ("model_bytes", "model_flops"):
             by_class = {kind: getattr(totals, name) for kind, totals in self._totals.items()}
-            yield counter(name, help_text, by_class, "class")
+            yield counter(name, by_class, "class")
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self._stats
         first, *more = stats.groups
         num_blocks = self.model.num_blocks if self.model else 0
         num_free = first.num_free if self._has_stats else num_blocks
-        yield gauge("running_sequences", "Sequences that run", stats.num_running)
-        yield gauge("waiting_sequences", "Sequences that wait in the queue", self.num_waiting)
-        yield gauge("kv_used_blocks", "KV blocks that sequences hold", first.num_used)
-        yield gauge(
-            "kv_idle_blocks",
-            "KV blocks that no sequence holds and whose content can still be found",
-            first.num_evictable,
-        )
-        yield gauge("kv_free_blocks", "KV blocks without content", num_free)
-        yield gauge(
-            "kv_cache_usage_ratio",
-            "Share of the KV blocks that sequences hold; with windows, in the fullest pool",
-            stats.kv_usage,
-        )
+        yield gauge("running_sequences", stats.num_running)
+        yield gauge("waiting_sequences", self.num_waiting)
+        yield gauge("kv_used_blocks", first.num_used)
+        yield gauge("kv_idle_blocks", first.num_evictable)
+        yield gauge("kv_free_blocks", num_free)
+        yield gauge("kv_cache_usage_ratio", stats.kv_usage)
         yield from group_metrics(more)
         if stats.fairness_index is not None:
-            yield gauge(
-                "fairness_jain_index",
-                "Jain's index of what was computed lately for keys that have to wait: 1 is equal",
-                stats.fairness_index,
-            )
+            yield gauge("fairness_jain_index", stats.fairness_index)
 
     def _adapters(self) -> Iterator[Metric]:
         """Only a server with --enable-lora has these."""
@@ -418,24 +323,14 @@ class Metrics(Histograms):
 
     def _engine(self, model: ModelInfo) -> Iterator[Metric]:
         """Metrics that exist once the model is loaded."""
-        yield gauge("kv_block_size_tokens", "Tokens of a KV block", model.block_size)
-        yield gauge(
-            "engine_idle_ratio",
-            f"Share of the last {WINDOW_S} seconds in which the engine ran no step",
-            self._recent.idle_ratio(time.monotonic(), is_stepping=self._stats.num_running > 0),
-        )
+        yield gauge("kv_block_size_tokens", model.block_size)
+        is_stepping = self._stats.num_running > 0
+        idle_ratio = self._recent.idle_ratio(time.monotonic(), is_stepping=is_stepping)
+        yield gauge("engine_idle_ratio", idle_ratio)
         if model.pipeline_parallel_size > 1:
-            yield gauge(
-                "pipeline_bubble_ratio",
-                f"Share of the steps' time in the last {WINDOW_S} seconds in which a stage of the "
-                "pipeline computed nothing, the mean of all stages",
-                self.recent().bubble_ratio,
-            )
-        yield gauge(
-            "engine_last_step_age_seconds",
-            "Time since the engine's last step, or since work arrived if later; 0 without work",
-            self._client.step_age_s if self._client else 0.0,
-        )
+            yield gauge("pipeline_bubble_ratio", self.recent().bubble_ratio)
+        age_s = self._client.step_age_s if self._client else 0.0
+        yield gauge("engine_last_step_age_seconds", age_s)
         yield InfoMetricFamily(
             "penstock_model",
             "The served model",
@@ -451,9 +346,7 @@ class Metrics(Histograms):
             client = self._client
             yield from gpu_way_metrics(client.info.gpu_way, client.failed_ways)
         yield from quantization_metrics(model)
-        yield gauge(
-            "startup_seconds", "Time of each phase of the start", model.load_seconds, "phase"
-        )
+        yield gauge("startup_seconds", model.load_seconds, "phase")
 
     def _hardware(self, model: ModelInfo) -> Iterator[Metric]:
         """The hardware's peaks, and the share of them that the last seconds' steps used."""
@@ -469,12 +362,7 @@ class Metrics(Histograms):
             {kind: totals.bytes_per_s for kind, totals in by_class.items()},
         )
         if model.measured_bandwidth_bytes_per_s:
-            yield gauge(
-                "measured_peaks_are_doubtful",
-                "1 if the measured peaks were measured beside other programs, so that utilization "
-                "of them may read too high; until they are measured again, when nothing else runs",
-                float(model.rates_are_doubtful),
-            )
+            yield gauge("measured_peaks_are_doubtful", float(model.rates_are_doubtful))
         yield from utilization(
             "flops",
             "per_second",

@@ -6,7 +6,7 @@ step costs some microseconds here and, however many there were, a few hundred ar
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,7 @@ from prometheus_client.core import Metric
 from penstock.engine.client import EngineClient, ModelInfo, StepReport
 from penstock.scheduler.stats import StepClass, class_of
 from penstock.scheduler.step_model.samples import StepSamples, sample_of
-from penstock.server.observability.exposition import (
-    Histogram,
-    counter,
-    described,
-    gauge,
-)
+from penstock.server.observability.exposition import Histogram, counter, described, gauge
 
 # Each new step is this share of the mean error.
 _NEW_SHARE = 0.02
@@ -33,13 +28,8 @@ class Predictions:
     """step_errors: by class, the mean relative error of the latest steps."""
 
     step_errors: dict[StepClass, float] = field(default_factory=dict)
-    predicted_ttft: Histogram = described(
-        "predicted_time_to_first_token_seconds",
-        "TTFT expected at the arrival of requests with a target that were accepted",
-    )
-    ttft_error: Histogram = described(
-        "ttft_prediction_error_seconds", "Distance of the measured TTFT from the expected one"
-    )
+    predicted_ttft: Histogram = described("predicted_time_to_first_token_seconds")
+    ttft_error: Histogram = described("ttft_prediction_error_seconds")
 
     def __post_init__(self) -> None:
         self._predicted_s = dict.fromkeys(StepClass, 0.0)
@@ -66,28 +56,12 @@ class Predictions:
         self.targets[slo, "met" if is_met else "missed"] += 1
 
     def metrics(self) -> Iterator[Metric]:
-        families: dict[str, tuple[Mapping[StepClass, float], str]] = {
-            "predicted_steps": (self._num_steps, "Steps whose time was predicted at their launch"),
-            "step_predicted_seconds": (self._predicted_s, "Predicted time of these steps"),
-            "step_measured_seconds": (
-                self._measured_s,
-                "Measured time of these steps, from the end of one to that of the next",
-            ),
-        }
-        for name, (by_class, help_text) in families.items():
-            yield counter(name, help_text, by_class, "class")
-        yield gauge(
-            "step_prediction_error_ratio",
-            "Mean relative error of the predicted time of the latest steps",
-            self.step_errors,
-            "class",
-        )
-        yield counter(
-            "slo_attained",
-            "Targets of answers (tpot) and of their first tokens (ttft), by what came of them",
-            {outcome: self.targets[outcome] for outcome in _OUTCOMES},
-            *("slo", "outcome"),
-        )
+        yield counter("predicted_steps", self._num_steps, "class")
+        yield counter("step_predicted_seconds", self._predicted_s, "class")
+        yield counter("step_measured_seconds", self._measured_s, "class")
+        yield gauge("step_prediction_error_ratio", self.step_errors, "class")
+        attained = {outcome: self.targets[outcome] for outcome in _OUTCOMES}
+        yield counter("slo_attained", attained, "slo", "outcome")
 
 
 class StepRecord:

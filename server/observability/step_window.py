@@ -93,10 +93,8 @@ class RecentSteps:
         return sums
 
     def idle_ratio(self, now_s: float, *, is_stepping: bool) -> float:
-        """The share of the window in which no step ran.
-
-        is_stepping: the engine has work, so a step has been running since the last one ended.
-        """
+        """The share of the window in which no step ran. is_stepping: the engine has work, so a step
+        has been running since the last one ended."""
         since_s = max(self._first_s, float(int(now_s) - WINDOW_S))
         if now_s <= since_s:
             return 1.0

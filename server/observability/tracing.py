@@ -42,10 +42,8 @@ class Tracer:
 
     @classmethod
     def to_endpoint(cls, url: str) -> "Tracer":
-        """url: a collector's; without a path, that of OTLP traces is added.
-
-        Raises InvalidConfig if OpenTelemetry is not installed.
-        """
+        """url: a collector's; without a path, that of OTLP traces is added. Raises InvalidConfig if
+        OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -100,17 +100,18 @@ def metrics_of_vllm_alone(
     own = tuple(labels.values())
     yield counter(
         "prompt_tokens_by_source",
-        "Tokens of prompts that have had their first step, by source: computed or cached",
         {(*own, source): num for source, num in prompt_tokens.items()},
         *(*labels, "source"),
         prefix="vllm:",
+        help_text="Tokens of prompts that have had their first step, by source: computed or cached",
     )
     yield gauge(
         "num_requests_waiting_by_reason",
-        "Sequences that wait in the queue, by reason: capacity, since nothing defers them here",
         {(*own, "capacity"): num_waiting, (*own, "deferred"): 0},
         *(*labels, "reason"),
         prefix="vllm:",
+        help_text="Sequences that wait in the queue, by reason: capacity, since nothing defers "
+        "them here",
     )
     yield _http_requests(responses)
     if model:
@@ -126,7 +127,8 @@ def _http_requests(responses: Mapping[HttpResponses, int]) -> Metric:
             status = f"{response.status // 100}xx"
             counts[response.handler, response.method, status] += count
     labels = ("handler", "method", "status")
-    return counter("http_requests", "HTTP responses by route", counts, *labels, prefix="")
+    text = "HTTP responses by route"
+    return counter("http_requests", counts, *labels, prefix="", help_text=text)
 
 
 def _labels(model_name: str) -> dict[str, str]:

@@ -7,7 +7,11 @@ from penstock.server.errors import GrammarFailed, InvalidLogits
 from penstock.server.output.delta import LogprobEntry, OutputDelta
 from penstock.server.output.detokenizer import StopScanner, TextDecoder
 from penstock.server.output.logprobs import EchoedTokens
+from penstock.server.output.loops import LoopDetector
 from penstock.server.output.parts import AnswerReader, Part, TextPart, merged
+
+# What ended an answer that repeats itself, in vLLM's word.
+LOOP = "repetition_detected"
 
 
 class Choice:
@@ -24,8 +28,9 @@ class Choice:
         min_tokens: int = 0,
         wants_token_ids: bool = False,
         reader: AnswerReader | None = None,
+        loop: LoopDetector | None = None,
     ) -> None:
-        """See `GenerationRequest` for the last four."""
+        """See `GenerationRequest` for the last five."""
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -41,6 +46,8 @@ class Choice:
         self._token_ids: list[int] | None = [] if wants_token_ids else None  # not yet sent
         self.num_reasoning = 0
         self._reader = reader
+        self._loop = loop
+        self.has_looped = False  # which ended it
         self._parts: list[Part] = []  # not yet sent
         self._num_echoed = self._num_sent = len(echo)
         self._entries: list[LogprobEntry] = []  # of tokens whose text is held back
@@ -74,6 +81,9 @@ class Choice:
                     return self._finish(text, "stop")
             if self.stop_string:
                 return self._finish(text, "stop")
+            if self._loop and self._loop.feed(token_id):
+                self.has_looped = True
+                return self._finish(text + self._held_back(), "length", LOOP)
         if len(shown_ids) < len(output.token_ids):
             self.num_tokens += 1
             if self._token_ids is not None:
@@ -97,13 +107,18 @@ class Choice:
             raise GrammarFailed
         if finish.reason is FinishReason.INVALID_LOGITS:
             raise InvalidLogits
+        text += self._held_back()
+        reason = "stop" if self.stop_string else finish.reason.value
+        return self._finish(text, reason, finish.stop_token_id)
+
+    def _held_back(self) -> str:
+        """Text that could have become a character, or a stop string, and now does not."""
         rest = self._pass(self._decoder.end())
         if self._scanner and not self.stop_string:
             rest += self._scanner.end()
         if self._reader:
             self._parts += self._reader.feed(rest)
-        reason = "stop" if self.stop_string else finish.reason.value
-        return self._finish(text + rest, reason, finish.stop_token_id)
+        return rest
 
     def _delta(self, text: str, entries: list[LogprobEntry], reason: str | None) -> OutputDelta:
         num_new = len(text)
@@ -135,7 +150,7 @@ class Choice:
         self.stop_string = self._scanner.stop
         return text
 
-    def _finish(self, text: str, reason: str, stop_token_id: int | None = None) -> OutputDelta:
+    def _finish(self, text: str, reason: str, ended_by: str | int | None = None) -> OutputDelta:
         if self._reader:
             self._parts += self._reader.end()
             if self._reader.has_calls and reason == "stop":
@@ -144,7 +159,7 @@ class Choice:
         self._num_sent += len(text)
         is_cut = self.stop_string and not self._shows_all
         entries = self._take_entries() if is_cut else self._entries
-        ended_by = self.stop_string or stop_token_id
+        ended_by = self.stop_string or ended_by
         return self._delta(text, entries, reason)._replace(ended_by=ended_by)
 
     def _take_entries(self) -> list[LogprobEntry]:

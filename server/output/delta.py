@@ -50,7 +50,7 @@ class OutputDelta(NamedTuple):
 class Usage:
     """num_cached: prompt tokens that prefix hits spared. num_reasoning: of the completion's.
     num_predicted, num_mispredicted: drafts of a prediction that were accepted, or not; None where
-    there is none."""
+    there is none. num_looped: answers that ended since they repeated themselves."""
 
     num_prompt: int
     num_completion: int = 0
@@ -58,6 +58,7 @@ class Usage:
     num_reasoning: int = 0
     num_predicted: int | None = None
     num_mispredicted: int = 0
+    num_looped: int = 0
 
 
 def coalesced(deltas: list[OutputDelta]) -> list[OutputDelta]:
@@ -86,10 +87,8 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
 
 
 def likeliest(deltas: Sequence[OutputDelta], num_sampled: int, n: int) -> list[OutputDelta]:
-    """`best_of`: the n best of each num_sampled complete choices, best first, with new indices.
-
-    By the mean logprob per token: by the sum, the shortest answer would win.
-    """
+    """`best_of`: the n best of each num_sampled complete choices, best first, with new indices. By
+    the mean logprob per token: by the sum, the shortest answer would win."""
     kept: list[OutputDelta] = []
     for start in range(0, len(deltas), num_sampled):
         ranked = sorted(deltas[start : start + num_sampled], key=_mean_logprob, reverse=True)

@@ -25,10 +25,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class FallbackDecoder(codecs.IncrementalDecoder):
-    """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end.
-
-    One invalid byte turns every byte of its run into U+FFFD, complete characters too.
-    """
+    """Sentencepiece's byte fallback: tokenizers decodes a run of bytes as a whole, at its end. One
+    invalid byte turns every byte of its run into U+FFFD, complete characters too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +42,13 @@ class FallbackDecoder(codecs.IncrementalDecoder):
             return REPLACEMENT * len(self._data)
         finally:
             self._data = bytearray()
+
+
+_MAX_REMEMBERED = 64  # texts that tokens contain
+
+
+def _ids_containing(pieces: Mapping[int, str | bytes], text: str) -> tuple[int, ...]:
+    return tuple(i for i, piece in pieces.items() if isinstance(piece, str) and text in piece)
 
 
 class Vocabulary:
@@ -79,6 +84,7 @@ class Vocabulary:
             piece = spell(token)
             if piece and token_id not in self._special:
                 self.pieces[token_id] = piece
+        self._containing = lru_cache(_MAX_REMEMBERED)(partial(_ids_containing, self.pieces))
         # With special tokens, for skip_special_tokens: false.
         self.all_pieces: dict[int, str | bytes] = {**self.pieces, **self._special}
 
@@ -93,6 +99,10 @@ class Vocabulary:
     def special_among(self, texts: Collection[str]) -> dict[int, str]:
         """The special tokens whose text is one of these: id -> text."""
         return {i: text for i, text in self._special.items() if text in texts}
+
+    def ids_containing(self, text: str) -> tuple[int, ...]:
+        """Of the tokens whose text contains it. The last few texts are remembered."""
+        return self._containing(text)
 
     def text_of(self, token_ids: Iterable[int], *, shows_special: bool = False) -> str:
         """The text of all ids, which begin a text."""
@@ -114,10 +124,8 @@ def _is_fused(kinds: list[str]) -> bool:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's characters for bytes: code point -> the byte as a latin-1 character.
-
-    Source: Radford et al. 2019, `bytes_to_unicode`.
-    """
+    """GPT-2's characters for bytes: code point -> the byte as a latin-1 character. Source: Radford
+    et al. 2019, `bytes_to_unicode`."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     code_points = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(others)}

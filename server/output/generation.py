@@ -21,14 +21,13 @@ from penstock.server.output.choice import Choice
 from penstock.server.output.delta import OutputDelta, Usage, coalesced, joined
 from penstock.server.output.detokenizer import StopScanner, StopStrings, TextDecoder, Vocabulary
 from penstock.server.output.logprobs import EchoedTokens
+from penstock.server.output.loops import LoopDetector, LoopRule
 from penstock.server.output.parts import AnswerReader
 
 
 class SentAnswers(NamedTuple):
-    """The answers to a prompt that another server has begun to send, by index.
-
-    token_ids: of each, as far as the client has them. ended: why, of those that have.
-    """
+    """The answers to a prompt that another server has begun to send, by index. token_ids: of each,
+    as far as the client has them. ended: why, of those that have."""
 
     token_ids: Mapping[int, tuple[int, ...]]
     ended: Mapping[int, str]
@@ -44,6 +43,7 @@ class GenerationRequest:
     tpot_target_s: what the TPOT of its answers is held against.
     min_tokens: a stop string is looked for only after this many. shows_special: special tokens
     appear in the text, by name.
+    loop: when an answer repeats itself, which ends it; None: it may.
     make_reader: makes a reader for each answer; None if all of it is plain text. markup: the
     special tokens that the reader must see, id -> text.
     sent: of a request with one prompt that goes on here; None for one that starts here.
@@ -63,6 +63,7 @@ class GenerationRequest:
     min_tokens: int = 0
     shows_special: bool = False
     wants_token_ids: bool = False
+    loop: LoopRule | None = None
     make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
     sent: SentAnswers | None = None
@@ -300,6 +301,7 @@ class Generation:
             min_tokens=request.min_tokens,
             wants_token_ids=request.wants_token_ids,
             reader=request.make_reader() if request.make_reader else None,
+            loop=LoopDetector(request.loop) if request.loop else None,
         )
 
     def _take_all(self, outputs: list[RequestOutput]) -> list[OutputDelta]:
@@ -345,12 +347,13 @@ class Generation:
     def _end(self, choice: Choice, output: RequestOutput) -> None:
         self._num_open -= 1
         self.usage.num_reasoning += choice.num_reasoning
+        self.usage.num_looped += choice.has_looped
         choice.num_cached = output.num_cached_tokens
         if output.index == 0:  # the other samples of a prompt share the blocks of the first
             self.usage.num_cached += output.num_cached_tokens
         if output.finish:
             self._metrics.preemptions_per_answer.observe(output.finish.num_preemptions)
-        else:  # a stop string: the engine does not know
+        else:  # a stop string, or a loop: the engine does not know
             self._engine.streams.abort(output.request_id, output.index)
         if choice.num_tokens > 1:
             span_s = choice.last_token_s - choice.first_token_s

@@ -26,10 +26,8 @@ class Expect(Enum):
 
 
 class JsonScanner:
-    """A pushdown automaton for one object or array, exactly as strict as RFC 8259.
-
-    depth: of nesting. It does not recurse, so no nesting is too deep.
-    """
+    """A pushdown automaton for one object or array, exactly as strict as RFC 8259. depth: of
+    nesting. It does not recurse, so no nesting is too deep."""
 
     def __init__(self) -> None:
         self.expects = Expect.VALUE

@@ -20,9 +20,7 @@ _SLICE = 1024
 
 class EchoedToken(NamedTuple):
     """A prompt's token, in an answer that begins with the prompt. offset: as in `LogprobEntry`.
-
-    logprobs: None for the first token, which nothing predicts.
-    """
+    logprobs: None for the first token, which nothing predicts."""
 
     token_id: int
     logprobs: PromptLogprobs | None
@@ -35,9 +33,7 @@ def finite(logprob: float) -> float:
 
 class EchoedTokens:
     """The tokens of a prompt with which an answer begins, made when they are read, in slices.
-
-    Special tokens have an offset of their own where the echo has their text.
-    """
+    Special tokens have an offset of their own where the echo has their text."""
 
     def __init__(
         self,

@@ -24,10 +24,8 @@ _MAX_SPACE = 256
 
 
 class ReasoningFormat(StrEnum):
-    """How reasoning is marked, and whether it begins with a marker or with the answer.
-
-    The names are vLLM's.
-    """
+    """How reasoning is marked, and whether it begins with a marker or with the answer. The names
+    are vLLM's."""
 
     markers: Markers
 
@@ -65,10 +63,8 @@ class ReasoningState:
 def reasoning_state(
     form: ReasoningFormat | None, prompt: str, answer_prefix: str = ""
 ) -> ReasoningState | None:
-    """None if the answer has no reasoning.
-
-    prompt: as rendered by the template. answer_prefix: the part of the answer that it contains.
-    """
+    """None if the answer has no reasoning. prompt: as rendered by the template. answer_prefix: the
+    part of the answer that it contains."""
     if form is None or form.markers.closing in answer_prefix:
         return None  # the reasoning has ended
     prompt = prompt.rstrip()

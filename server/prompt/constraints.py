@@ -4,14 +4,16 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.server.errors import UnsupportedParameter
+from penstock.server.errors import InvalidRequest, UnsupportedParameter
 from penstock.server.output.parts import AnswerReader
 from penstock.server.output.reasoning import ReasoningState
 from penstock.server.prompt.model import ServedModel
 from penstock.server.structured.constraint import check_grammar
 from penstock.server.structured.grammar import (
+    NO_TEXTS,
     Calls,
     Content,
+    FreeText,
     ReasoningBlock,
     grammar_text,
 )
@@ -25,10 +27,12 @@ _BUDGET = "thinking_token_budget"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
     """grammar: in llguidance's notation; None for any text. grammar_bytes: what it takes in memory
-    once it is compiled. make_reader, markup: see `GenerationRequest`."""
+    once it is compiled. bans_texts: it forbids what the rules ban. make_reader, markup: see
+    `GenerationRequest`."""
 
     grammar: str | None = None
     grammar_bytes: int = 0
+    bans_texts: bool = False
     make_reader: Callable[[], AnswerReader] | None = None
     markup: Mapping[int, str] = field(default_factory=dict)
 
@@ -46,21 +50,31 @@ async def constrain(
         content, calls = await asyncio.to_thread(_content_and_calls, rules, model)
         param = rules.constraint.param if rules.constraint and content else "tools"
     is_free = content is None and calls is None
+    if rules.banned.any_case and not is_free:
+        message = f"banned_strings cannot be combined with {param}, which sets the answer's form"
+        raise InvalidRequest(message, param="banned_strings")
     block = None
     if rules.thinking_budget is not None or not is_free:
         block = _reasoning_block(rules.thinking_budget, reasoning, model)
         reasoning = reasoning if block or is_free else None
-    grammar = grammar_text(content, calls, block)
+    form = model.chat_format
+    make_reader = reader_factory(rules.calls, calls, form.tools, reasoning)
+    markup = model.encoder.vocabulary.special_among(form.markup) if make_reader else {}
+    # A reader sees that texts end there; to others they are nothing, and the text goes on.
+    bans_texts = is_free and any(rules.banned)
+    seen = model.encoder.vocabulary.special_among(form.call_markup) if block else markup
+    free = FreeText(rules.banned if bans_texts else NO_TEXTS, tuple(seen))
+    grammar = grammar_text(content, calls, block, free)
+    param = "bad_words" if bans_texts and block is None else param
     num_bytes = 0
     if grammar is not None and model.grammars:
         num_bytes = await check_grammar(model.grammars, grammar, param, client)
-    form = model.chat_format
-    make_reader = reader_factory(rules.calls, calls, form.tools, reasoning)
     return AnswerFormat(
         grammar=grammar,
         grammar_bytes=num_bytes,
+        bans_texts=bans_texts,
         make_reader=make_reader,
-        markup=model.encoder.vocabulary.special_among(form.markup) if make_reader else {},
+        markup=markup,
     )
 
 
@@ -107,7 +121,4 @@ def _reasoning_block(
         raise UnsupportedParameter(_BUDGET, hint)
     if reasoning is None or reasoning.is_closed or not has_markers:
         return None
-    markup_ids = tuple(vocabulary.special_among(form.call_markup))
-    return ReasoningBlock(
-        state=reasoning, token_ids=token_ids, markup_ids=markup_ids, max_tokens=budget
-    )
+    return ReasoningBlock(state=reasoning, token_ids=token_ids, max_tokens=budget)

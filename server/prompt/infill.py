@@ -36,10 +36,8 @@ _ANCHOR = "☺"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infill:
-    """How this model fills in the middle.
-
-    end_ids: tokens that end the middle. adds_space: the tokenizer puts one before a text.
-    """
+    """How this model fills in the middle. end_ids: tokens that end the middle. adds_space: the
+    tokenizer puts one before a text."""
 
     prefix_id: int
     suffix_id: int

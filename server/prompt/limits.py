@@ -29,11 +29,8 @@ _COMPLETION_MAX_TOKENS = 16
 def check_could_fit(
     model: ServedModel, param: str, *, num_chars: int = 0, num_messages: int = 0
 ) -> None:
-    """Raises InvalidRequest before a text is tokenized that cannot fit.
-
-    A token is a few characters at most, a message at least one token; a megabyte of text takes a
-    second to tokenize.
-    """
+    """Raises InvalidRequest before a text is tokenized that cannot fit. A token is a few characters
+    at most, a message at least one token; a megabyte of text takes a second to tokenize."""
     counted = {
         "characters": (num_chars, model.max_prompt_chars),
         "messages": (num_messages, model.max_model_len),
@@ -59,10 +56,7 @@ def tokenized(
     param: str,
 ) -> tuple[int, ...]:
     """The ids of a text, or of as much of it as can matter if it may be truncated. Blocks. Raises
-    InvalidRequest for what cannot fit.
-
-    encode: ids are as they are.
-    """
+    InvalidRequest for what cannot fit. encode: ids are as they are."""
     if fields.truncate_prompt_tokens is None:
         check_does_not_overflow(text, model, param)
         return encode(text)
@@ -172,10 +166,8 @@ def check_cut(
 def fit(
     prompts: list[tuple[int, ...]], fields: GenerationFields, model: ServedModel, param: str
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """The prompts, truncated where the client wants that, and max_tokens for each.
-
-    param: the field that they come from. Raises InvalidRequest.
-    """
+    """The prompts, truncated where the client wants that, and max_tokens for each. param: the field
+    that they come from. Raises InvalidRequest."""
     check_fields(fields, model)
     limit, vocab_size, wanted = model.max_model_len, model.info.vocab_size, fields.wanted_max_tokens
     # `truncate_prompt_tokens: -1` stands for it: room is left for max_tokens.

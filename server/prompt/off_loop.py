@@ -24,10 +24,8 @@ Result = TypeVar("Result")
 
 
 class LongTexts:
-    """Threads for long texts, which begin in their order, as many together as max_chars allows.
-
-    One that is longer runs alone. Used by one event loop.
-    """
+    """Threads for long texts, which begin in their order, as many together as max_chars allows. One
+    that is longer runs alone. Used by one event loop."""
 
     def __init__(self, max_chars: int = _MAX_CHARS_AT_ONCE) -> None:
         self._max_chars = max_chars

@@ -164,10 +164,8 @@ def _variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str
 
 
 def _reasoning_variables(fields: ChatCompletionRequest, template: AnyTemplate) -> dict[str, Any]:
-    """How much to reason and to say, for templates that have a variable for it.
-
-    A degree is a hint; "none" must be obeyed.
-    """
+    """How much to reason and to say, for templates that have a variable for it. A degree is a hint;
+    "none" must be obeyed."""
     effort = fields.reasoning_effort
     wanted: dict[str, Any] = {"reasoning_effort": effort, "verbosity": fields.verbosity}
     if effort is not None:

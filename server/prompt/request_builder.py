@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from penstock.engine.client import new_request_id
-from penstock.scheduler.types import Request, SamplingParams
+from penstock.scheduler.types import Dry, Request, SamplingParams, Xtc
 from penstock.server.errors import InvalidRequest
 from penstock.server.output.detokenizer import StopStrings
 from penstock.server.output.generation import GenerationRequest
@@ -93,16 +93,15 @@ def build_generation_request(
         min_tokens=fields.min_tokens or 0,
         shows_special=fields.skip_special_tokens is False,
         wants_token_ids=bool(fields.return_token_ids),
+        loop=fields.loop_rule,
         make_reader=answer.make_reader,
         markup=answer.markup,
     )
 
 
 def _sampling(fields: GenerationFields, answer: AnswerFormat, model: ServedModel) -> SamplingParams:
-    """The client's values, else those of generation_config.json, else OpenAI's defaults.
-
-    max_tokens is each prompt's own; all else is computed once for all prompts.
-    """
+    """The client's values, else those of generation_config.json, else OpenAI's defaults. max_tokens
+    is each prompt's own; all else is computed once for all prompts."""
     defaults = model.defaults
     stop_token_ids = _stop_token_ids(fields, answer, model)
     return SamplingParams(
@@ -120,7 +119,10 @@ def _sampling(fields: GenerationFields, answer: AnswerFormat, model: ServedModel
         num_prompt_logprobs=fields.num_prompt_logprobs,
         stop_token_ids=stop_token_ids,
         min_tokens=fields.min_tokens or 0,
-        bad_words=_bad_words(fields, model.encoder),
+        dry=_dry(fields, model.encoder),
+        xtc=_xtc(fields),
+        # A grammar of any text does not let them stand there, however they are divided.
+        bad_words=() if answer.bans_texts else _bad_words(fields, model.encoder),
         allowed_token_ids=_allowed_ids(fields, stop_token_ids),
         grammar=answer.grammar,
         grammar_bytes=answer.grammar_bytes,
@@ -147,6 +149,32 @@ def _bad_words(fields: GenerationFields, encoder: PromptEncoder) -> tuple[tuple[
     for word in fields.bad_words or ():
         spellings |= encoder.encode_within(word)
     return tuple(sorted(spellings))
+
+
+def _dry(fields: GenerationFields, encoder: PromptEncoder) -> Dry | None:
+    """Absent values are llama.cpp's."""
+    last_n = _first(fields.dry_penalty_last_n, None, -1)
+    if not fields.dry_multiplier or last_n == 0:
+        return None
+    breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    if fields.dry_sequence_breakers is not None:
+        breakers = tuple(fields.dry_sequence_breakers)
+    ids = {i for text in breakers for i in encoder.vocabulary.ids_containing(text)}
+    return Dry(
+        multiplier=fields.dry_multiplier,
+        base=_first(fields.dry_base, None, 1.75),
+        allowed_length=_first(fields.dry_allowed_length, None, 2),
+        last_n=last_n,
+        breaker_ids=tuple(sorted(ids)),
+    )
+
+
+def _xtc(fields: GenerationFields) -> Xtc | None:
+    """Above a threshold of a half there is never a second choice."""
+    threshold = _first(fields.xtc_threshold, None, 0.1)
+    if not fields.xtc_probability or threshold > 0.5:
+        return None
+    return Xtc(fields.xtc_probability, threshold)
 
 
 def _allowed_ids(fields: GenerationFields, stop_token_ids: tuple[int, ...]) -> tuple[int, ...]:

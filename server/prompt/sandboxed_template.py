@@ -26,10 +26,8 @@ MAX_TEXT_CHARS = 1 << 24
 
 
 class TemplateFailed(Exception):
-    """The template is not valid, refuses its variables, or asks for too much; in a sentence.
-
-    Its cause is a TypeError if that is what the template has raised.
-    """
+    """The template is not valid, refuses its variables, or asks for too much; in a sentence. Its
+    cause is a TypeError if that is what the template has raised."""
 
 
 class TemplateTooCostly(TemplateFailed):

@@ -26,11 +26,8 @@ class TemplateSource:
 def template_sources(
     directory: Path, settings: dict[str, Any], override: Path | None
 ) -> dict[str, TemplateSource]:
-    """Empty for a model without any. Raises PenstockError.
-
-    directory: or a GGUF file. settings: of tokenizer_config.json. override: a file that is used in
-    place of all.
-    """
+    """Empty for a model without any. Raises PenstockError. directory: or a GGUF file. settings: of
+    tokenizer_config.json. override: a file that is used in place of all."""
     if override is not None:
         return {DEFAULT: _read(override)}
     found = {path.stem: _read(path) for path in sorted((directory / _MORE_FILES).glob("*.jinja"))}

@@ -188,10 +188,8 @@ class PromptEncoder:
     def encode_infill(
         self, prefixes: list[str], suffix: str, *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:
-        """Prompts whose answers stand between each prefix and the suffix.
-
-        Raises UnsupportedParameter for a model that cannot fill in.
-        """
+        """Prompts whose answers stand between each prefix and the suffix. Raises
+        UnsupportedParameter for a model that cannot fill in."""
         if self.infill is None:
             hint = "the model's vocabulary has no tokens to fill in the middle; leave it out"
             raise UnsupportedParameter("suffix", hint)
@@ -234,10 +232,7 @@ class PromptEncoder:
         self, source: str | None = None, *, has_tools: bool = False
     ) -> "ChatTemplate | IsolatedTemplate":
         """The model's own, or what a client has sent: one, or the name of one of the model's.
-        Raises InvalidRequest.
-
-        has_tools: whether the conversation has any.
-        """
+        Raises InvalidRequest. has_tools: whether the conversation has any."""
         if source is not None and source not in self._templates:
             return IsolatedTemplate(source, self._special_tokens)
         template = self._templates[source] if source else self._template(has_tools=has_tools)

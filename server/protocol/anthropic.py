@@ -185,10 +185,8 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_request(fields: CountTokensRequest, *, thinks: bool) -> ChatCompletionRequest:
-    """thinks: whether the model reasons; one that does not meets any reasoning budget.
-
-    Raises InvalidRequest that names the fields of chat completions: see `error_names`.
-    """
+    """thinks: whether the model reasons; one that does not meets any reasoning budget. Raises
+    InvalidRequest that names the fields of chat completions: see `error_names`."""
     in_chat = fields.chat_fields()
     if not thinks:
         in_chat.pop("thinking_token_budget", None)

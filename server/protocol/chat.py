@@ -212,6 +212,7 @@ class ChatCompletionRequest(ToolFields, GenerationFields):
         return AnswerRules(
             constraint=self.constraint,
             calls=self.call_rules,
+            banned=self.banned,
             thinking_budget=None if budget is None or budget < 0 else budget,
         )
 

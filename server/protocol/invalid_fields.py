@@ -165,7 +165,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "repetition_detection": ({},),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
@@ -184,7 +183,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "stop_regex": ("", []),
     "stream_reasoning": (True,),
     # llama.cpp's.
-    "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "lora": ([],),
     "mirostat": (0,),
@@ -197,7 +195,6 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "t_max_predict_ms": (0,),
     "top_n_sigma": (-1,),
     "typical_p": (1,),
-    "xtc_probability": (0,),
     # Text Generation Inference's, and those of providers of open models.
     "adapter_id": ("",),
     "do_sample": (True,),

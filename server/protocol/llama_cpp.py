@@ -18,8 +18,6 @@ _SAME = SHARED_FIELDS | {"temperature", "top_p", "grammar", "json_schema"}
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mirostat": (0,),
     "typical_p": (1, 0),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
     "dynatemp_range": (0,),
     "top_n_sigma": (-1, 0),
     "n_indent": (0,),

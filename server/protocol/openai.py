@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from penstock.server.errors import InvalidRequest, UnsupportedParameter
+from penstock.server.output.loops import LoopRule
 from penstock.server.protocol.invalid_fields import (
     EXPECTED,
     HINTS,
@@ -24,6 +25,7 @@ from penstock.server.protocol.invalid_fields import (
     report_unused,
 )
 from penstock.server.structured.constraint import SYNONYMS, Constraint, constraint_of
+from penstock.server.structured.grammar import BannedTexts
 from penstock.server.tools.rules import AnswerRules
 
 MAX_STOPS = 16
@@ -33,6 +35,7 @@ MAX_PROMPTS = 2048
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
+_VOCABULARY_CHARS = 1 << 15
 MAX_REQUEST_ID_CHARS = 128
 _UNLIMITED = 2**31 - 1  # tokens; cut to what the context has room for
 
@@ -77,6 +80,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 RequestName = Annotated[str, Field(max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")]
+Breaker = Annotated[str, Field(min_length=1, max_length=40)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
@@ -118,9 +122,7 @@ class ParsedRequest(Wire):
     @classmethod
     def of(cls, values: Any, *, num_bytes: int) -> Self:
         """From the values of a body of num_bytes, or of one of another API that it is served as.
-
-        Raises as `parse` does.
-        """
+        Raises as `parse` does."""
         if isinstance(values, dict):  # before what is missing: it may be there by another name
             cls._check_supported(values)
         try:
@@ -198,6 +200,14 @@ class PromptFields(ParsedRequest):
         return self
 
 
+class RepetitionDetection(Wire):
+    """vLLM's: blocks of these sizes, so many copies."""
+
+    max_pattern_size: int = Field(0, ge=0, le=4096)
+    min_pattern_size: int = Field(0, ge=0, le=4096)
+    min_count: int = Field(0, ge=0)
+
+
 class GenerationFields(PromptFields):
     """The fields that both endpoints take."""
 
@@ -227,6 +237,10 @@ class GenerationFields(PromptFields):
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    # Penstock's own: a number of copies, or true for four; strings that an answer never contains.
+    stop_on_loop: bool | Annotated[int, Field(ge=2, le=1000)] | None = None
+    banned_strings: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None
     ) = None
@@ -239,6 +253,13 @@ class GenerationFields(PromptFields):
     # As the key of --speculative-config, whose number it can lower.
     num_speculative_tokens: int | None = Field(None, ge=0, lt=2**31)
     # llama.cpp's.
+    dry_multiplier: float | None = Field(None, ge=0, le=100)
+    dry_base: float | None = Field(None, ge=1, le=100)
+    dry_allowed_length: int | None = Field(None, ge=1, lt=2**31)
+    dry_penalty_last_n: int | None = Field(None, ge=-1, lt=2**31)
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=64)] | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Probability | None = None
     n_predict: int | None = Field(None, ge=-1)
     timings_per_token: bool | None = None
     # One of these at most: see server/structured/constraint.py. The last two are llama.cpp's.
@@ -262,8 +283,22 @@ class GenerationFields(PromptFields):
         return self.num_sampled
 
     @cached_property
-    def num_bad_word_chars(self) -> int:
-        return sum(map(len, self.bad_words or ()))
+    def num_chars_to_encode(self) -> int:
+        """What its sampling parameters take to make, in characters to tokenize."""
+        vocabulary = _VOCABULARY_CHARS if self.dry_multiplier else 0  # to look breakers up in
+        return sum(map(len, self.bad_words or ())) + vocabulary
+
+    @property
+    def loop_rule(self) -> LoopRule | None:
+        """When the answer ends since it repeats itself; None: never. The longest block of
+        `stop_on_loop` is 256 tokens, and so are the copies at least 32: a rule of dashes, or a row
+        of empty cells, is no loop."""
+        given = self.repetition_detection
+        if given and given.max_pattern_size:
+            return LoopRule(given.min_pattern_size or 1, given.max_pattern_size, given.min_count)
+        if not self.stop_on_loop:
+            return None
+        return LoopRule(1, 256, 4 if self.stop_on_loop is True else self.stop_on_loop, 32)
 
     @cached_property
     def wants_usage(self) -> bool:
@@ -328,7 +363,11 @@ class GenerationFields(PromptFields):
 
     @property
     def answer_rules(self) -> AnswerRules:
-        return AnswerRules(constraint=self.constraint)
+        return AnswerRules(constraint=self.constraint, banned=self.banned)
+
+    @property
+    def banned(self) -> BannedTexts:
+        return BannedTexts(tuple(self.bad_words or ()), tuple(self.banned_strings or ()))
 
     def _check(self) -> None:
         super()._check()
@@ -345,7 +384,20 @@ class GenerationFields(PromptFields):
         if self.wanted_max_tokens is not None and (self.min_tokens or 0) > self.wanted_max_tokens:
             message = f"min_tokens must be at most max_tokens, {self.wanted_max_tokens}"
             raise InvalidRequest(message, param="min_tokens")
+        if self.repetition_detection:
+            self._check_repetition(self.repetition_detection)
         self._check_best_of()
+
+    def _check_repetition(self, given: RepetitionDetection) -> None:
+        if given.min_pattern_size > given.max_pattern_size:
+            message = "min_pattern_size must be at most max_pattern_size"
+        elif given.max_pattern_size and given.min_count < 2:
+            message = "min_count must be at least 2"
+        elif self.stop_on_loop:
+            message = "it cannot be combined with stop_on_loop"
+        else:
+            return
+        raise InvalidRequest(f"repetition_detection: {message}", param="repetition_detection")
 
     def _check_best_of(self) -> None:
         if self.num_sampled < (self.n or 1):

@@ -226,9 +226,7 @@ class ResponsesRequest(TranslatedRequest):
 
     def chat_fields(self, history: list[Item], items: list[Item]) -> dict[str, Any]:
         """As a chat completion has them. history: the items of the responses before this one.
-
-        items: those of `input_items` that the prompt is to contain.
-        """
+        items: those of `input_items` that the prompt is to contain."""
         fields = {k: v for k, v in (self.model_extra or {}).items() if k in SHARED_FIELDS}
         fields |= {
             "model": self.model,

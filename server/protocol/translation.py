@@ -23,6 +23,9 @@ SHARED_FIELDS = frozenset(
         *("cache_salt", "chat_template", "chat_template_kwargs", "thinking_token_budget"),
         *("spaces_between_special_tokens", "structured_outputs", "num_speculative_tokens"),
         "mm_processor_kwargs",
+        *("banned_strings", "stop_on_loop", "repetition_detection"),
+        *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+        *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
         *(*SYNONYMS, *UNUSED),
     )
 )

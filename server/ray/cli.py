@@ -14,7 +14,7 @@ from types import FrameType
 from penstock.engine.client import Device, say
 from penstock.scheduler.errors import InvalidConfig
 from penstock.server.config import ServeConfig
-from penstock.server.flags.flag import Flag, add_flags, config_of
+from penstock.server.flags.flag import add_flags, config_of, flag_table
 from penstock.server.flags.flag_parser import FlagParser, set_defaults
 from penstock.server.flags.serve_config import config_file, serve_config
 from penstock.server.flags.serve_flags import add_serve_flags
@@ -101,28 +101,18 @@ def _serve(config: ServeConfig, scale: Scale, is_ours: bool) -> None:
 _DRAIN_S = 3600.0
 
 
-_FLAGS = (
-    Flag(
-        "--num-replicas N",
-        "replicas, each with an engine of its own; the fewest with --max-replicas",
-        default=1,
-    ),
-    Flag(
-        "--max-replicas N",
-        "replicas are added and removed with the load, up to this many (default: as "
-        "--num-replicas)",
-    ),
-    Flag(
-        "--num-cpus N",
-        "what Ray reserves for a replica, and the threads of its engine on a CPU unless "
-        "--num-threads is given (default: %(default)g)",
-        default=1.0,
-    ),
-    Flag(
-        "--num-gpus N",
-        "what Ray reserves for a replica (default: 1 if the cluster has any and --device is "
-        "not cpu)",
-    ),
+_FLAGS = flag_table(
+    {
+        "--num-replicas N": "replicas, each with an engine of its own; the fewest with "
+        "--max-replicas",
+        "--max-replicas N": "replicas are added and removed with the load, up to this many "
+        "(default: as --num-replicas)",
+        "--num-cpus N": "what Ray reserves for a replica, and the threads of its engine on a CPU "
+        "unless --num-threads is given (default: %(default)g)",
+        "--num-gpus N": "what Ray reserves for a replica (default: 1 if the cluster has any and "
+        "--device is not cpu)",
+    },
+    {"num_replicas": {"default": 1}, "num_cpus": {"default": 1.0}},
 )
 
 

@@ -83,10 +83,8 @@ def load(num_running: int, num_waiting: int, max_num_seqs: int, kv_usage: float)
 
 
 def replicas_for_load(context: Context) -> tuple[int, dict[str, Any]]:
-    """As many as hold the whole load at three quarters of their capacity.
-
-    Ray averages the loads over look_back_period_s, and damps what this says by its delays.
-    """
+    """As many as hold the whole load at three quarters of their capacity. Ray averages the loads
+    over look_back_period_s, and damps what this says by its delays."""
     loads = (context.aggregated_metrics or {}).get(LOAD)
     if not loads:
         return context.target_num_replicas, context.policy_state

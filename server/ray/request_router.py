@@ -36,10 +36,8 @@ class Prompt(NamedTuple):
 
 
 class Reservations:
-    """The requests that are open at each replica: its last report, and those sent there since.
-
-    A request counts from the moment it is sent, so that those of a burst do not follow each other.
-    """
+    """The requests that are open at each replica: its last report, and those sent there since. A
+    request counts from the moment it is sent, so that those of a burst do not follow each other."""
 
     def __init__(self) -> None:
         self._sent_at_s: defaultdict[ReplicaID, deque[float]] = defaultdict(deque)

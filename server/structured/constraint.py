@@ -66,10 +66,8 @@ def _read(text: str) -> Any:
 def enforced_json(
     schema: dict[str, Any] | str, *, whitespace: str = WHITESPACE, is_lenient: bool = False
 ) -> JsonText:
-    """The JSON texts that validate against the schema, an object or its JSON text.
-
-    whitespace, is_lenient: see `json_text`. Raises ValueError.
-    """
+    """The JSON texts that validate against the schema, an object or its JSON text. whitespace,
+    is_lenient: see `json_text`. Raises ValueError."""
     if isinstance(schema, str):
         schema = _read(schema)
         if not isinstance(schema, dict):
@@ -81,10 +79,8 @@ def enforced_json(
 
 
 def _matching(regex: str) -> LarkText:
-    """The texts that the regex matches completely; anchors around it change nothing.
-
-    Raises ValueError.
-    """
+    """The texts that the regex matches completely; anchors around it change nothing. Raises
+    ValueError."""
     _check_length(len(regex))
     regex = without_anchors(regex)
     check_regex(regex)
@@ -128,11 +124,8 @@ def lark_text(text: str) -> LarkText:
 
 
 def _tagged(value: dict[str, Any] | str) -> LarkText:
-    """Free text in which each trigger begins a tag, whose content follows the tag's schema.
-
-    value: vLLM's first form: `structures` of begin, schema and end, and `triggers`. Raises
-    ValueError.
-    """
+    """Free text in which each trigger begins a tag, whose content follows the tag's schema. value:
+    vLLM's first form: `structures` of begin, schema and end, and `triggers`. Raises ValueError."""
     value = _read(value) if isinstance(value, str) else value
     try:
         triggers = value["triggers"]
@@ -163,9 +156,7 @@ def constraint_of(
     others: Mapping[str, Any] | None = None,
 ) -> Constraint | None:
     """The constraint that one of these fields sets. Raises InvalidRequest, also if several do.
-
-    others: the request's other fields, among which `structured_outputs` may have synonyms.
-    """
+    others: the request's other fields, among which `structured_outputs` may have synonyms."""
     found = []
     if response_format is not None and (constraint := _from_response_format(response_format)):
         found.append(constraint)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
@@ -19,6 +19,10 @@ from penstock.server.output.reasoning import ReasoningState
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})?"
 # Any text, line breaks included.
 _ANY_TEXT = "/(?s:.*)/"
+
+# A terminal of any text without what is banned. A complement alone would not be seen to be empty
+# once a text is there: llguidance finds that of an intersection.
+_UNBANNED = "/(?s:.*)/ & ~(/(?s:.*)/ ({texts}) /(?s:.*)/)"
 
 Parts = list[dict[str, Any]]
 
@@ -84,27 +88,65 @@ class ReasoningBlock:
     """Reasoning before the answer, up to its closing marker.
 
     token_ids: of the tokens that markers consist of or begin with, which text cannot imitate.
-    markup_ids: special tokens that an answer without a grammar may contain. max_tokens: of the
-    reasoning. It makes a model that may reason do so, since only then can the tokens be counted.
+    max_tokens: of the reasoning. It makes a model that may reason do so, since only then can the
+    tokens be counted.
     """
 
     state: ReasoningState
     token_ids: Mapping[str, int]
-    markup_ids: tuple[int, ...]
     max_tokens: int | None
+
+
+class BannedTexts(NamedTuple):
+    """What an answer never contains, however it is divided into tokens. any_case: in upper and
+    lower case."""
+
+    exact: tuple[str, ...] = ()
+    any_case: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The terminal of all other texts."""
+        if not any(self):
+            return _ANY_TEXT
+        texts = [*map(quoted, self.exact), *(f"{quoted(text)}i" for text in self.any_case)]
+        return _UNBANNED.format(texts=" | ".join(texts))
+
+
+NO_TEXTS = BannedTexts()
+
+
+class FreeText(NamedTuple):
+    """markup_ids: special tokens that may stand in an answer of any text."""
+
+    banned: BannedTexts = NO_TEXTS
+    markup_ids: tuple[int, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        markup = " | ".join(f"<[{i}]>" for i in self.markup_ids)
+        return f"TEXT (({markup}) TEXT)*" if markup else "TEXT"
+
+    @property
+    def terminal(self) -> str:
+        return f"TEXT: {self.banned.text}"
+
+
+ANY_TEXT = FreeText()
 
 
 def grammar_text(
     content: Content | None = None,
     calls: Calls | Content | None = None,
     reasoning: ReasoningBlock | None = None,
+    free: FreeText = ANY_TEXT,
 ) -> str | None:
     """The grammar of an answer in llguidance's notation; None if any text will do.
 
     content: what the answer must be; None for any text. calls: what may stand in its place, or
-    must, if there is no content. reasoning: what precedes both. Two answers of JSON become one
-    schema, since both begin with a brace, and llguidance does not support alternative grammars that
-    begin alike.
+    must, if there is no content. reasoning: what precedes both. free: what any text is. Two answers
+    of JSON become one schema, since both begin with a brace, and llguidance does not support
+    alternative grammars that begin alike.
     """
     if calls is None or content is None:
         only = content or calls
@@ -116,7 +158,9 @@ def grammar_text(
         parts = _parts(_either(calls, content))
     if reasoning:
         is_message = isinstance(calls, Calls) and content is None
-        parts = _after_reasoning(reasoning, parts, is_message=is_message)
+        parts = _after_reasoning(reasoning, parts, free, is_message=is_message)
+    elif parts is None and any(free.banned):
+        parts = [{"lark_grammar": f"start: {free.answer}\n{free.terminal}"}]
     if parts is None:
         return None
     lark: str | None = parts[0].get("lark_grammar") if len(parts) == 1 else None
@@ -141,16 +185,17 @@ def _nested(lark: str, grammars: Mapping[str, Parts]) -> Parts:
     return parts
 
 
-def _after_reasoning(reasoning: ReasoningBlock, answer: Parts | None, *, is_message: bool) -> Parts:
+def _after_reasoning(
+    reasoning: ReasoningBlock, answer: Parts | None, free: FreeText, *, is_message: bool
+) -> Parts:
     """is_message: the answer has the header of a message already, in models that write messages."""
     markers, token_ids = reasoning.state.markers, reasoning.token_ids
     begin = "" if reasoning.state.is_open else _literal(markers.opening, token_ids)
     block = f"{begin} reasoning {_literal(markers.closing, token_ids)}"
     limit = "" if reasoning.max_tokens is None else f"[max_tokens={reasoning.max_tokens}]"
-    rules = [f"reasoning{limit}: {_ANY_TEXT}"]
+    rules = [f"reasoning{limit}: TEXT", free.terminal]
     if answer is None:
-        tokens = " | ".join([_ANY_TEXT, *(f"<[{i}]>" for i in reasoning.markup_ids)])
-        lines = [f"start: {block} answer", *rules, f"answer: ({tokens})*"]
+        lines = [f"start: {block} {free.answer}", *rules]
         return [{"lark_grammar": "\n".join(lines)}]
     is_certain = reasoning.state.is_open or reasoning.max_tokens is not None
     if not markers.answer:

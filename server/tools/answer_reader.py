@@ -16,9 +16,7 @@ from penstock.server.tools.rules import CallRules
 
 class ChatAnswerReader:
     """The `AnswerReader` of a chat answer. Without a call parser all but reasoning is text.
-
-    custom_inputs: if there are custom tools, and their inputs are written as JSON.
-    """
+    custom_inputs: if there are custom tools, and their inputs are written as JSON."""
 
     def __init__(
         self,
@@ -70,10 +68,8 @@ def reader_factory(
     form: ToolFormat | None,
     reasoning: ReasoningState | None,
 ) -> Callable[[], AnswerReader] | None:
-    """Makes a reader for each answer; None if all of it is plain text.
-
-    enforced: the syntax of calls, where a grammar enforces one. form: the model's own.
-    """
+    """Makes a reader for each answer; None if all of it is plain text. enforced: the syntax of
+    calls, where a grammar enforces one. form: the model's own."""
     make_calls = _call_parser(rules, enforced, form)
     if make_calls is None and reasoning is None:
         return None

@@ -107,10 +107,8 @@ _MISTRAL_NAMED = CallShape(prefix="[TOOL_CALLS]{name}[ARGS]")
 def call_syntax(
     rules: CallRules, form: ToolFormat | None, special: Mapping[str, int]
 ) -> Calls | Content:
-    """Calls of these functions. May take a while; raises InvalidRequest.
-
-    form: the model's own format. special: text -> id of the special tokens that spell markup.
-    """
+    """Calls of these functions. May take a while; raises InvalidRequest. form: the model's own
+    format. special: text -> id of the special tokens that spell markup."""
     try:
         if rules.raw_call and rules.raw_call.lark is not None:
             return lark_text(rules.raw_call.lark)
@@ -144,10 +142,8 @@ def native_calls(
     *,
     max_calls: int,
 ) -> Calls | None:
-    """Calls in the model's own format; None where a grammar cannot enforce it.
-
-    schemas: of the arguments, by the functions' names.
-    """
+    """Calls in the model's own format; None where a grammar cannot enforce it. schemas: of the
+    arguments, by the functions' names."""
     shape = _shape_of(form, special)
     if shape is None or (shape.key and not all(map(_is_plain_object, schemas.values()))):
         return None
@@ -192,10 +188,8 @@ def _value(schema: dict[str, Any], key: str, resolved: Any) -> JsonText | tuple[
 
 
 def _call_schema(rules: CallRules) -> dict[str, Any]:
-    """The schema of a whole answer that consists of calls: one object, or a list of them.
-
-    A single call is not a list, which is how models write it and does not suggest a second call.
-    """
+    """The schema of a whole answer that consists of calls: one object, or a list of them. A single
+    call is not a list, which is how models write it and does not suggest a second call."""
     if rules.named:
         return _arguments_schema(rules.named)
     functions = rules.functions
@@ -225,10 +219,8 @@ def _one_call(function: Function, index: int) -> dict[str, Any]:
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """The schema of a call's arguments: an object, without undeclared properties by default.
-
-    Raises InvalidRequest.
-    """
+    """The schema of a call's arguments: an object, without undeclared properties by default. Raises
+    InvalidRequest."""
     schema = dict(function.parameters or {"properties": {}})
     if "$ref" not in schema and schema.setdefault("type", "object") != "object":
         raise InvalidRequest(
@@ -241,10 +233,8 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
 
 
 def _is_plain_object(schema: dict[str, Any]) -> bool:
-    """Whether it is an object with declared properties only, whose strings are unrestricted.
-
-    False also for invalid schemas: the JSON grammar refuses them with a message.
-    """
+    """Whether it is an object with declared properties only, whose strings are unrestricted. False
+    also for invalid schemas: the JSON grammar refuses them with a message."""
     if schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "if", "not"}:
         return False
     if schema.get("additionalProperties"):

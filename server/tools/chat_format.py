@@ -36,9 +36,7 @@ _TEMPLATE_MARKS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
     """tools None: calls are not parsed. reasoning None: reasoning is not separated.
-
-    trusts_templates: whether requests may contain a chat template.
-    """
+    trusts_templates: whether requests may contain a chat template."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.server.structured.constraint import Constraint
+from penstock.server.structured.grammar import NO_TEXTS, BannedTexts
 
 # The one argument of a custom tool.
 INPUT = "input"
@@ -57,8 +58,9 @@ class CallRules:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRules:
     """constraint: what the answer must look like; None for any text. thinking_budget: the most
-    tokens of reasoning; None for any number."""
+    tokens of reasoning; None for any number. banned: what it must not contain."""
 
     constraint: Constraint | None = None
     calls: CallRules = field(default_factory=CallRules)
     thinking_budget: int | None = None
+    banned: BannedTexts = NO_TEXTS

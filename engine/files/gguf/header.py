@@ -106,10 +106,7 @@ class Header:
 
 def parse_header(name: str, data: memoryview, file_size: int) -> Header:
     """data: the file's beginning, or all of it. Raises InvalidModel, and HeaderIncomplete where the
-    header is longer than data.
-
-    name: of the file, in error messages.
-    """
+    header is longer than data. name: of the file, in error messages."""
     reader = _reader(name, data)
     num_tensors, num_entries = reader.count(_MAX_ENTRIES), reader.count(_MAX_ENTRIES)
     metadata = {}

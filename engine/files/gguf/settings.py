@@ -42,9 +42,7 @@ _FIELDS = {
 
 def read_settings(path: Path, name: str) -> dict[str, Any] | None:
     """Says what a directory's file of this name would hold; None where there is no such thing.
-
-    Raises InvalidModel.
-    """
+    Raises InvalidModel."""
     make = _FILES.get(name)
     return make(open_gguf(path)) if make else None
 

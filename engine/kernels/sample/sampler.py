@@ -42,12 +42,13 @@ class Mode(IntEnum):
 def can_fuse(sampling: SamplingParams) -> bool:
     """Whether `DeviceSampler` supports it; otherwise `penstock.engine.sampling.sampler` does.
 
-    Unsupported: bad words of several tokens, more than 20 stop ids with min_tokens, and token bans
-    together with a grammar (whose end overrides them). Of logprobs, only the sampled id's.
+    Unsupported: DRY and XTC, bad words of several tokens, more than 20 stop ids with min_tokens,
+    and token bans together with a grammar (whose end overrides them). Of logprobs, only the sampled
+    id's.
     """
     if sampling.min_tokens > 0 and len(sampling.stop_token_ids) > MAX_STOPS:
         return False
-    if any(len(word) != 1 for word in sampling.bad_words):
+    if sampling.dry or sampling.xtc or any(len(word) != 1 for word in sampling.bad_words):
         return False
     return sampling.grammar is None or not has_token_bans(sampling)
 

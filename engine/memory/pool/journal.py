@@ -33,9 +33,7 @@ ENTRY_BYTES = _ENTRY.size + _CHECK.size
 
 class Part(NamedTuple):
     """A tensor of the pool, (num_layers, num_blocks, ...), whose bytes begin at `offset`.
-
-    block_bytes: of one block in one layer.
-    """
+    block_bytes: of one block in one layer."""
 
     offset: int
     num_layers: int

@@ -40,10 +40,8 @@ KVPages = Tensor | Codes
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of vectors (..., head_dim): like x, and (...) float32.
-
-    A vector with a NaN or an infinity gets the scale NaN, so that it is found as in any type.
-    """
+    """Codes and scales of vectors (..., head_dim): like x, and (...) float32. A vector with a NaN
+    or an infinity gets the scale NaN, so that it is found as in any type."""
     wide = x.float()
     peak = wide.abs().amax(-1)
     # Torch would compute a number over a tensor by its reciprocal, which rounds twice.

@@ -67,9 +67,7 @@ class BlockFiles:
 
     def __init__(self, directory: Path, identity: bytes, limit_bytes: int) -> None:
         """identity: differs where the same block would have other bytes, or mean other tokens.
-
-        Raises InvalidConfig for a directory that cannot be used.
-        """
+        Raises InvalidConfig for a directory that cannot be used."""
         self.directory = directory
         self.limit_bytes = limit_bytes
         try:

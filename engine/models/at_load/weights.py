@@ -19,10 +19,8 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A linear layer, or rows of one, that is rounded to as many bits throughout.
-
-    names: the checkpoint's layers that it is stacked from.
-    """
+    """A linear layer, or rows of one, that is rounded to as many bits throughout. names: the
+    checkpoint's layers that it is stacked from."""
 
     names: tuple[str, ...]
     rows: int

@@ -62,9 +62,7 @@ class Model(Protocol):
 
     def states(self, step: ModelInput, pool: LayerPools, rows: Tensor) -> Tensor:
         """The last layer's states after the final norm, of some of the T tokens: (R, hidden_size).
-
-        rows: (R,) int64, which tokens, in any order. Writes keys and values.
-        """
+        rows: (R,) int64, which tokens, in any order. Writes keys and values."""
         ...
 
     def logits(self, states: Tensor) -> Tensor:
@@ -143,10 +141,8 @@ def read_layer(
 
 
 class LlamaModel:
-    """See `Model`.
-
-    Of a stage before the last, the states and the logits have no rows: the next stage computes on.
-    """
+    """See `Model`. Of a stage before the last, the states and the logits have no rows: the next
+    stage computes on."""
 
     def __init__(
         self,

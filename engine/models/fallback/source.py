@@ -70,10 +70,7 @@ class TransformersClass:
 
 def find_class(fields: Fields) -> TransformersClass | None:
     """None where transformers has no decoder of this name. Raises InvalidModel for one that cannot
-    be served.
-
-    fields: of config.json.
-    """
+    be served. fields: of config.json."""
     found = _find(fields)
     if found is None:
         return None

@@ -97,10 +97,8 @@ class QuantizationConfig:
         return self.scheme_if_quantized(layer)
 
     def scheme_of_part(self, layer: str, shape: tuple[int, int]) -> TensorScheme | None:
-        """Returns that of a stage's or a rank's part of a layer.
-
-        layer: counted from the first of the stage. shape: (out_features, in_features) of the part.
-        """
+        """Returns that of a stage's or a rank's part of a layer. layer: counted from the first of
+        the stage. shape: (out_features, in_features) of the part."""
         if layer.startswith(_LAYER):
             index, _, rest = layer.removeprefix(_LAYER).partition(".")
             layer = f"{_LAYER}{int(index) + self.first_layer}.{rest}"
@@ -114,9 +112,7 @@ class QuantizationConfig:
 
     def scheme_if_quantized(self, layer: str) -> TensorScheme | None:
         """Returns that of a layer whose tensors show that it is quantized, even if it is ignored.
-
-        None where no group has it.
-        """
+        None where no group has it."""
         for group in self.groups:
             if _name(group.targets, layer):
                 return group.scheme

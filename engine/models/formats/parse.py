@@ -26,29 +26,14 @@ _PARSERS: dict[str, Callable[[Settings], QuantizationConfig]] = {
     "modelopt_fp4": parse_modelopt,
     "mxfp4": parse_mxfp4,
 }
-# Names of methods in the words of the field, for the errors.
+# Names of methods in the words of the field, for the errors, by what config.json calls them.
+_WORDS = (
+    *("AQLM", "AWQ", "BitNet", "EETQ", "EXL2", "EXL3", "FP8", "GPTQ", "HIGGS", "HQQ", "ModelOpt"),
+    *("MXFP4", "Quark", "Quanto", "QuIP", "SpQR", "torchao", "VPTQ"),
+)
 _NAMES = {
-    "aqlm": "AQLM",
-    "auto-round": "AutoRound",
-    "awq": "AWQ",
-    "bitnet": "BitNet",
-    "eetq": "EETQ",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "fp8": "FP8",
-    "gptq": "GPTQ",
-    "higgs": "HIGGS",
-    "hqq": "HQQ",
-    "modelopt": "ModelOpt",
-    "modelopt_fp4": "ModelOpt",
-    "mxfp4": "MXFP4",
-    "quark": "Quark",
-    "quanto": "Quanto",
-    "quip": "QuIP",
-    "spqr": "SpQR",
-    "torchao": "torchao",
-    "vptq": "VPTQ",
+    **{name.lower(): name for name in _WORDS},
+    **{"auto-round": "AutoRound", "fbgemm_fp8": "FBGEMM FP8", "modelopt_fp4": "ModelOpt"},
 }
 
 

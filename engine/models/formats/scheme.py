@@ -77,10 +77,8 @@ class TensorScheme(Scheme):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedScheme(TensorScheme):
-    """Codes of 8 or 4 bits with a scale for each group, which become a `GroupedLinear`.
-
-    group_size: columns; None for one scale a row. levels: what codes stand for, if not integers.
-    """
+    """Codes of 8 or 4 bits with a scale for each group, which become a `GroupedLinear`. group_size:
+    columns; None for one scale a row. levels: what codes stand for, if not integers."""
 
     group_size: int | None
     bits: int = 4

@@ -77,10 +77,8 @@ class LayerTensors:
     def scales(
         self, name: str, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = SCALE_DTYPES
     ) -> Tensor:
-        """float32 or float16, of one of these shapes; one of () also allows a single element.
-
-        uint8 holds powers of two, E8M0. Raises InvalidModel.
-        """
+        """float32 or float16, of one of these shapes; one of () also allows a single element. uint8
+        holds powers of two, E8M0. Raises InvalidModel."""
         tensor = self.take(name, dtypes, None)
         fits = tuple(tensor.shape) in shapes or (() in shapes and tensor.numel() == 1)
         if not fits:
@@ -128,14 +126,17 @@ class LayerTensors:
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Numbers of 4 or 8 bits in the last dimension, the first in the lowest bits: uint8.
-
-    packed: int32.
-    """
+    """Numbers of 4 or 8 bits in the last dimension, the first in the lowest bits: uint8. packed:
+    int32."""
     in_bytes = packed.contiguous().view(torch.uint8)  # of little-endian machines, as all are today
     if bits == 8:
         return in_bytes
     return torch.stack((in_bytes & 15, in_bytes >> 4), dim=-1).flatten(-2)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """0 to 255 as -128 to 127."""
+    return (codes.contiguous() ^ 128).view(torch.int8)
 
 
 def made_up_grouped(

@@ -35,10 +35,8 @@ def sizes_of_parts(columns: Spans, group_size: int, factor_columns: int) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedLayout:
-    """How a `CodedWeight` of so many columns lies in memory.
-
-    is_paired: scales and zeros are float16, of two groups in a word.
-    """
+    """How a `CodedWeight` of so many columns lies in memory. is_paired: scales and zeros are
+    float16, of two groups in a word."""
 
     bits: int
     columns: int

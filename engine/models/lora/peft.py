@@ -95,10 +95,8 @@ class PeftConfig:
                 ) from None
 
     def applies_to(self, name: str) -> bool:
-        """Whether it changes this linear layer.
-
-        Source: check_target_module_exists of PEFT's tuners_utils.
-        """
+        """Whether it changes this linear layer. Source: check_target_module_exists of PEFT's
+        tuners_utils."""
         if self._is_named("exclude_modules", self._excluded, name):
             return False
         if self._targets == _ALL_LINEAR:

@@ -115,9 +115,7 @@ class Adapters:
 
     def runs(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRun, ...]:
         """Groups the batch's tokens: sequences that follow each other share an adapter's run.
-
-        query_starts: see `ModelInput`.
-        """
+        query_starts: see `ModelInput`."""
         if not self._held:
             return ()
         found: list[AdapterRun] = []

@@ -130,12 +130,13 @@ class MessageWriter:
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """Anthropic counts what came from the cache apart from the rest of the prompt."""
-    return {
+    fields = {
         "input_tokens": usage.num_prompt - usage.num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.num_cached,
         "output_tokens": usage.num_completion,
     }
+    return fields | ({"repetition_detected": usage.num_looped} if usage.num_looped else {})
 
 
 def _continues(last: Part, part: Part) -> bool:

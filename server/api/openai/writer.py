@@ -232,10 +232,8 @@ class OpenAIWriter:
 
 
 class LongLists:
-    """JSON lists of very many items, encoded in parts, in the place of which JSON has a mark.
-
-    No other thread runs while a list is encoded, or while some hundred megabytes are copied.
-    """
+    """JSON lists of very many items, encoded in parts, in the place of which JSON has a mark. No
+    other thread runs while a list is encoded, or while some hundred megabytes are copied."""
 
     _MARK = b"\0"  # JSON never has it
 
@@ -262,6 +260,8 @@ class LongLists:
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     details = {"reasoning_tokens": usage.num_reasoning}
+    if usage.num_looped:
+        details["repetition_detected"] = usage.num_looped
     if usage.num_predicted is not None:
         details["accepted_prediction_tokens"] = usage.num_predicted
         details["rejected_prediction_tokens"] = usage.num_mispredicted

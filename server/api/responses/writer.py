@@ -326,6 +326,9 @@ def response_head(
 
 
 def usage_fields(usage: Usage) -> Item:
+    details = {"reasoning_tokens": usage.num_reasoning}
+    if usage.num_looped:
+        details["repetition_detected"] = usage.num_looped
     return {
         "input_tokens": usage.num_prompt,
         "input_tokens_details": {
@@ -333,7 +336,7 @@ def usage_fields(usage: Usage) -> Item:
             "cache_write_tokens": 0,  # they cost nothing here
         },
         "output_tokens": usage.num_completion,
-        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+        "output_tokens_details": details,
         "total_tokens": usage.num_prompt + usage.num_completion,
     }
 

@@ -45,10 +45,8 @@ class SchemaFacts:
             raise Unenforceable(f"it expands to more than {_MAX_PARTS} parts; simplify it")
 
     def resolved(self, schema: Schema) -> Schema:
-        """The schema that its `$ref` points to, joined with its other keywords.
-
-        Raises CannotExpress if there is no such schema.
-        """
+        """The schema that its `$ref` points to, joined with its other keywords. Raises
+        CannotExpress if there is no such schema."""
         for _ in range(MAX_REFS):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break

@@ -35,10 +35,8 @@ class _Rewritten(NamedTuple):
 
 
 def enforceable(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, Any]:
-    """A schema of the same values that llguidance can enforce.
-
-    is_lenient: keywords that cannot be enforced are dropped, not refused. Raises Unenforceable.
-    """
+    """A schema of the same values that llguidance can enforce. is_lenient: keywords that cannot be
+    enforced are dropped, not refused. Raises Unenforceable."""
     rewritten = _Rewriter(schema, is_lenient).rewritten(schema, "#")
     assert isinstance(rewritten, dict), rewritten
     return rewritten

@@ -8,10 +8,8 @@ from penstock.server.tools.parsers.json_calls import ListCalls
 
 
 class HeaderCalls(ListCalls):
-    """Reads a header up to the first brace, and the object that begins there.
-
-    _HEADER: a regex of the whole header, with the group `name`, and `id` if the format has one.
-    """
+    """Reads a header up to the first brace, and the object that begins there. _HEADER: a regex of
+    the whole header, with the group `name`, and `id` if the format has one."""
 
     _HEADER: re.Pattern[str]
 
@@ -73,10 +71,8 @@ class MistralParser(HeaderCalls):
 
 
 class SectionParser(HeaderCalls):
-    """Calls between a begin and an end marker, in a section between two markers.
-
-    _BEGINS: of the section, which models omit, and of a call. _ENDS: of the section, late or not.
-    """
+    """Calls between a begin and an end marker, in a section between two markers. _BEGINS: of the
+    section, which models omit, and of a call. _ENDS: of the section, late or not."""
 
     # The texts that may end a call, most common first; whitespace in them is ignored.
     _CALL_ENDS: tuple[str, ...]
@@ -141,10 +137,8 @@ class DeepSeekParser(SectionParser):
 
 
 class KimiParser(SectionParser):
-    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
-
-    The header is the call's id, which the chat template shows to the model again.
-    """
+    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. The
+    header is the call's id, which the chat template shows to the model again."""
 
     _BEGINS = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     _ENDS = ("<|tool_calls_section_end|>",)

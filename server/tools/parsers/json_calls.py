@@ -245,10 +245,8 @@ class MarkedListParser(JsonParser):
 
 
 class NamedCallParser:
-    """Reads the whole answer as the arguments of one call, which a grammar has enforced.
-
-    is_custom: they are the input of a custom tool.
-    """
+    """Reads the whole answer as the arguments of one call, which a grammar has enforced. is_custom:
+    they are the input of a custom tool."""
 
     def __init__(
         self, name: str, make_id: Callable[[], str] = new_call_id, *, is_custom: bool = False

@@ -11,10 +11,8 @@ from penstock.server.tools.parsers.json_calls import is_text
 
 
 class PythonicParser(LineParser):
-    """`[f(a=1), g(b="x")]` at the beginning of a line: the second format of Llama 3.2 and 4.
-
-    The arguments are Python, so each call is emitted as a whole once it is complete.
-    """
+    """`[f(a=1), g(b="x")]` at the beginning of a line: the second format of Llama 3.2 and 4. The
+    arguments are Python, so each call is emitted as a whole once it is complete."""
 
     _BEGINS: tuple[str, ...] = ("<|python_start|>",)
     _ENDS: tuple[str, ...] = ("<|python_end|>",)

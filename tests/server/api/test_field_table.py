@@ -30,6 +30,10 @@ BASE: dict[str, Json] = {
 }
 # Random, but the same each time.
 SAMPLED = {"temperature": 1.5, "seed": 3}
+# An answer that can only repeat three letters; a prompt that repeats letters; and DRY beside it.
+ABC = {"structured_outputs": {"regex": "(abc)+"}, "max_tokens": 100}
+ABC_FREELY = {"max_tokens": 40, "allowed_token_ids": list(range(70, 76))}
+DRY = {**ABC_FREELY, "dry_multiplier": 0.1, "dry_sequence_breakers": []}
 LONG = SAMPLED | {"max_tokens": 60, "ignore_eos": True}
 
 
@@ -80,6 +84,14 @@ def _at(value: Any, path: tuple[str | int, ...]) -> Any:
     return value
 
 
+def ends_as_a_loop(plain: Json, given: Json) -> bool:
+    return num_tokens(given) < num_tokens(plain) and stop_reason(given) == "repetition_detected"
+
+
+def stop_reason(body: Json) -> Any:
+    return body["choices"][0]["stop_reason"]
+
+
 class Row(typing.NamedTuple):
     """value: of the field. effect: of (without it, with it). beside: on both sides; extra: beside
     the field alone."""
@@ -120,6 +132,22 @@ BOTH: dict[str, Row] = {
     "prompt_logprobs": Row(1, lambda a, b: bool(_prompt_logprobs(b)) and not _prompt_logprobs(a)),
     "return_token_ids": Row(True, has("choices", 0, "token_ids")),
     "bad_words": Row(["I", "there", "am"], other_text),
+    "banned_strings": Row(["i", "T"], other_text),
+    "stop_on_loop": Row(9, ends_as_a_loop, beside=ABC),
+    "repetition_detection": Row(
+        {"max_pattern_size": 4, "min_count": 9}, ends_as_a_loop, beside=ABC
+    ),
+    "dry_multiplier": Row(5, other_text, beside=ABC_FREELY, extra={"dry_sequence_breakers": []}),
+    "dry_base": Row(9, other_text, beside=DRY),
+    "dry_allowed_length": Row(50, other_text, beside=DRY),
+    "dry_penalty_last_n": Row(0, other_text, beside=DRY),
+    "dry_sequence_breakers": Row(
+        list("abcdefghijklmnopqrstuvwxyz .,\n"),
+        other_text,
+        beside={**ABC_FREELY, "dry_multiplier": 5},
+    ),
+    "xtc_probability": Row(1, other_text, beside=SAMPLED),
+    "xtc_threshold": Row(0.01, other_text, beside={**SAMPLED, "xtc_probability": 1}),
     "allowed_token_ids": Row([70, 71], lambda a, b: num_tokens(b) == 24 and other_text(a, b)),
     "truncate_prompt_tokens": Row(2, lambda a, b: prompt_tokens(b) == 2),
     "request_id": Row("mine", lambda a, b: b["id"].endswith("-mine")),
@@ -281,7 +309,6 @@ REFUSED_BY_BOTH: dict[str, Any] = {
     "logits_processors": ["x"],
     "logprob_token_ids": [1],
     "watermarking": True,
-    "repetition_detection": {"max_pattern_size": 3},
     "kv_transfer_params": {"a": 1},
     "ec_transfer_params": {"a": 1},
     "return_prompt_text": True,

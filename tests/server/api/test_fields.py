@@ -1,6 +1,7 @@
 """Every field beyond the first ones has an effect that can be seen, on the demo model."""
 
 import json
+import string
 from typing import Any
 
 import httpx
@@ -296,3 +297,137 @@ def test_two_thousand_prompts_may_share_a_long_list_of_allowed_ids() -> None:
         ids = [i % 500 for i in range(1 << 18)]
         answer = server.complete(prompt=["Once"] * 2048, allowed_token_ids=ids, max_tokens=1)
         assert answer.status_code == 200 and len(answer.json()["choices"]) == 2048
+
+
+@pytest.mark.parametrize("name", ["bad_words", "banned_strings"])
+def test_a_banned_text_is_in_no_answer_however_it_is_divided_into_tokens(
+    server: RunningServer, name: str
+) -> None:
+    plain = text_of(server, prompt="Once upon a time", max_tokens=60)
+    # Neither a word nor a token: from the middle of one to the middle of the next.
+    text = next(plain[i : i + 6] for i in range(9, 40) if " " in plain[i + 2 : i + 4])
+    other = text_of(server, prompt="Once upon a time", max_tokens=60, **{name: [text]})
+    assert text in plain
+    assert text not in other
+    assert other[:9] == plain[:9]
+    chunks = chunks_of(
+        server, COMPLETIONS, prompt="Once upon a time", max_tokens=60, **{name: [text]}
+    )
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == other
+
+
+def test_banned_strings_hold_in_any_case_and_bad_words_in_theirs(server: RunningServer) -> None:
+    plain = text_of(server, prompt="Once upon a time", max_tokens=60)
+    word = plain.split()[3]
+    assert word.islower()
+    for name, is_banned in (("bad_words", False), ("banned_strings", True)):
+        fields: dict[str, Any] = {name: [word.upper()]}
+        other = text_of(server, prompt="Once upon a time", max_tokens=60, **fields)
+        assert (word not in other) == is_banned
+
+
+def test_banned_strings_beside_a_schema_are_refused_by_name(server: RunningServer) -> None:
+    fields = {"response_format": {"type": "json_object"}, "banned_strings": ["x"]}
+    error = refusal(server.complete(prompt="Once", **fields))
+    assert error["param"] == "banned_strings"
+    assert "response_format" in error["message"]
+
+
+def looping(server: RunningServer, path: str, **fields: Any) -> dict[str, Any]:
+    """An answer that can only repeat three letters."""
+    body = {"model": MODEL, "temperature": 0, "max_tokens": 200, "ignore_eos": True, **fields}
+    body |= {"structured_outputs": {"regex": "(abc)+"}}
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_on_loop": 20},
+        {"repetition_detection": {"max_pattern_size": 8, "min_count": 20}},
+    ],
+)
+def test_an_answer_that_repeats_itself_ends_with_length_and_a_reason_in_the_usage(
+    server: RunningServer, fields: dict[str, Any]
+) -> None:
+    answer = looping(server, COMPLETIONS, prompt="Once", **fields)
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert choice["finish_reason"] == "length"
+    assert choice["stop_reason"] == "repetition_detected"
+    assert usage["completion_tokens_details"]["repetition_detected"] == 1
+    assert usage["completion_tokens"] < 200
+    assert 19 <= choice["text"].count("abc") <= 21
+
+
+def test_every_api_ends_a_loop(server: RunningServer) -> None:
+    chat = looping(server, CHAT, messages=[USER], stop_on_loop=True)
+    assert chat["choices"][0]["finish_reason"] == "length"
+    message = looping(server, "/v1/messages", messages=[USER], stop_on_loop=True)
+    assert message["stop_reason"] == "max_tokens"
+    assert message["usage"]["repetition_detected"] == 1
+    answer = {"model": MODEL, "input": "Who are you?", "stop_on_loop": True}
+    answer |= {"structured_outputs": {"regex": "(abc)+"}, "max_output_tokens": 200}
+    response = server.post("/v1/responses", answer | {"temperature": 0}).json()
+    assert response["status"] == "incomplete"
+    assert response["usage"]["output_tokens_details"]["repetition_detected"] == 1
+
+
+def test_an_answer_that_does_not_repeat_itself_is_not_touched(server: RunningServer) -> None:
+    plain = text_of(server, prompt="Once upon a time", max_tokens=60)
+    assert text_of(server, prompt="Once upon a time", max_tokens=60, stop_on_loop=True) == plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size"),
+        ({"max_pattern_size": 2, "min_count": 1}, "min_count"),
+    ],
+)
+def test_a_rule_of_repetitions_that_means_nothing_is_refused(
+    server: RunningServer, fields: dict[str, int], named: str
+) -> None:
+    error = refusal(server.complete(prompt="Once", repetition_detection=fields))
+    assert error["param"] == "repetition_detection"
+    assert named in error["message"]
+
+
+NUMBERS = "a b c d e f g h i j k. " * 4  # which the demo model continues with products
+
+
+def repeated(server: RunningServer, **fields: Any) -> int:
+    """How many tokens of an answer end three that had occurred before."""
+    body = {"prompt": NUMBERS, "max_tokens": 40, "return_token_ids": True, **fields}
+    choice = complete(server, **body)["choices"][0]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    triples = list(zip(ids, ids[1:], ids[2:], strict=False))
+    first = len(choice["prompt_token_ids"]) - 2
+    return sum(triples[i] in triples[:i] for i in range(first, len(triples)))
+
+
+def test_dry_keeps_a_greedy_answer_from_repeating_itself(server: RunningServer) -> None:
+    assert repeated(server) > 0
+    assert repeated(server, dry_multiplier=0) == repeated(server)
+    assert repeated(server, dry_multiplier=100, dry_sequence_breakers=[]) == 0
+    assert repeated(server, dry_multiplier=100, dry_penalty_last_n=0) == repeated(server)
+
+
+def test_what_breakers_end_is_no_repetition_to_dry(server: RunningServer) -> None:
+    everywhere = [*string.digits, *string.ascii_letters[:26], *" .,*=\n"]
+    dry = {"dry_multiplier": 100, "dry_sequence_breakers": everywhere}
+    plain = text_of(server, prompt=NUMBERS, max_tokens=40)
+    assert text_of(server, prompt=NUMBERS, max_tokens=40, **dry) == plain
+
+
+def test_xtc_takes_the_likeliest_choices_away_and_a_seed_fixes_it(server: RunningServer) -> None:
+    fields = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1, "seed": 3}
+    xtc = {"xtc_probability": 1, "xtc_threshold": 0.02}
+    texts = [server.complete(**fields, **extra).json() for extra in ({}, xtc, xtc)]
+    plain, first, second = (answer["choices"][0]["text"] for answer in texts)
+    assert first == second
+    assert first != plain
+    off = server.complete(**fields, xtc_probability=1, xtc_threshold=0.6).json()
+    assert off["choices"][0]["text"] == plain

@@ -20,10 +20,8 @@ _WHOLE_ROWS = ("tensor", "channel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers(GroupedScheme):
-    """Integers with a scale for all, each row or each group.
-
-    is_packed: in `weight_packed`, as unsigned numbers; otherwise `weight` is int8.
-    """
+    """Integers with a scale for all, each row or each group. is_packed: in `weight_packed`, as
+    unsigned numbers; otherwise `weight` is int8."""
 
     is_packed: bool
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.formats.compressed_tensors.config import Integers
-from penstock.engine.models.formats.tensors import LayerTensors, unpacked
+from penstock.engine.models.formats.tensors import LayerTensors, signed, unpacked
 from penstock.engine.models.layers.grouped import GroupedLinear
 
 
@@ -50,7 +50,7 @@ def _packed_codes(tensors: LayerTensors, bits: int) -> tuple[int, Tensor]:
     in_bytes = packed.view(torch.uint8)
     if bits == 4:  # in memory, the bytes of the integers are those of `GroupedLinear`
         return rows, in_bytes[:, : -(-tensors.columns // 2)]
-    return rows, _signed(in_bytes[:, : tensors.columns])
+    return rows, signed(in_bytes[:, : tensors.columns])
 
 
 def _zeros(tensors: LayerTensors, scheme: Integers, rows: int, groups: int) -> Tensor:
@@ -59,16 +59,11 @@ def _zeros(tensors: LayerTensors, scheme: Integers, rows: int, groups: int) -> T
     is_whole = scheme.group_size is None
     tensor = tensors.take(name, (torch.int32, torch.int8), None)
     if tensor.dtype is torch.int8 and tensor.numel() in ((1, rows) if is_whole else ()):
-        signed = tensor.reshape(-1, 1).expand(rows, 1)
-        return signed if scheme.bits == 8 else (signed + 8).to(torch.uint8)
+        by_row = tensor.reshape(-1, 1).expand(rows, 1)
+        return by_row if scheme.bits == 8 else (by_row + 8).to(torch.uint8)
     if tensor.dtype is torch.int8:
         tensors.check(name, tensor, (rows, groups))
         return tensor if scheme.bits == 8 else (tensor + 8).to(torch.uint8)
     tensors.check(name, tensor, (-(-rows * scheme.bits // 32), groups))
     zeros = unpacked(tensor.t(), scheme.bits)[:, :rows].t()
-    return zeros if scheme.bits == 4 else _signed(zeros)
-
-
-def _signed(codes: Tensor) -> Tensor:
-    """0 to 255 as -128 to 127."""
-    return (codes.contiguous() ^ 128).view(torch.int8)
+    return zeros if scheme.bits == 4 else signed(zeros)

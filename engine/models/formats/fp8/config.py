@@ -10,10 +10,8 @@ from penstock.engine.models.layers.weight_formats import FP8_FORMAT, CodedLayout
 
 @dataclass(frozen=True, slots=True)
 class Fp8(TensorScheme):
-    """`weight` e4m3 (N, K), times a scale for all of it, for each row or for each block.
-
-    block: rows and columns; None for one scale or one for each row.
-    """
+    """`weight` e4m3 (N, K), times a scale for all of it, for each row or for each block. block:
+    rows and columns; None for one scale or one for each row."""
 
     block: tuple[int, int] | None = None
     weight_format = FP8_FORMAT

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.formats.gptq.config import Gptq
-from penstock.engine.models.formats.tensors import LayerTensors, made_up_grouped, unpacked
+from penstock.engine.models.formats.tensors import LayerTensors, made_up_grouped, signed, unpacked
 from penstock.engine.models.layers.grouped import GroupedLinear, packed_nibbles
 
 
@@ -31,8 +31,8 @@ def read(tensors: LayerTensors, scheme: Gptq) -> GroupedLinear:
     by_group, part_size = tensors.groups(scales, size)
     if zeros is not None:
         zeros, _ = tensors.groups(zeros, size)
-        zeros = zeros if bits == 4 else _signed(zeros)
-    stored = packed_nibbles(codes) if bits == 4 else _signed(codes)
+        zeros = zeros if bits == 4 else signed(zeros)
+    stored = packed_nibbles(codes) if bits == 4 else signed(codes)
     return tensors.grouped(stored, by_group, part_size, zeros=zeros, order=order)
 
 
@@ -86,8 +86,3 @@ def _groups_of_columns(tensors: LayerTensors, size: int) -> Tensor | None:
     if not torch.equal(group_of.sort().values, in_place):
         raise tensors.wrong("g_idx", f"has groups of other sizes than the {size} of config.json")
     return None if torch.equal(group_of, in_place) else group_of
-
-
-def _signed(codes: Tensor) -> Tensor:
-    """0 to 255 as -128 to 127."""
-    return (codes.contiguous() ^ 128).view(torch.int8)
